@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+#
+#   make run     start the exporter on this machine (root): http://127.0.0.1:10435/metrics
+#   make test    prove it: lint, unit, host and guest tests
+#
+#   make build   prepare all and leave the program at .venv/bin/writeback-exporter
+#   make bpf     compile the BPF objects     make lint     ruff, mypy, clang-format
+#   make bench   measure (not part of test)  make wheel    dist/*.whl
+#   make clean   remove all that these made, except the cache of guest kernels
+#
+# Each installs what it needs (Debian packages, a virtual environment) and is quick when it is there.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-builtin-rules
+
+PYTHON ?= python3
+CLANG ?= clang
+VENV := .venv
+OBJECTS := exporter/writeback_exporter/objects
+BPF := $(patsubst bpf/%.bpf.c,$(OBJECTS)/%.bpf.o,$(wildcard bpf/*.bpf.c))
+VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+
+BUILD_PACKAGES := clang llvm libbpf-dev libbpf1 linux-libc-dev python3 python3-venv
+QEMU_x86_64 := qemu-system-x86
+QEMU_aarch64 := qemu-system-arm
+# virtiofsd is a package of its own from Debian 13 on; before, it is in qemu-system-common.
+VIRTIOFSD = $(shell apt-cache show virtiofsd >/dev/null 2>&1 && echo virtiofsd)
+TEST_PACKAGES = clang-format bpftool e2fsprogs util-linux kmod busybox-static zstd \
+	$(QEMU_$(shell uname -m)) qemu-system-common $(VIRTIOFSD)
+
+.PHONY: run build bpf test lint unit host guest bench wheel clean
+
+run: build
+	$(VENV)/bin/writeback-exporter
+
+build: $(VENV)/.built bpf
+
+bpf: build/packages.build $(BPF)
+
+# -mcpu=v3 has the atomics that the fast path needs; programs for kernels without them use none.
+# llvm-strip -g drops DWARF and keeps BTF.
+$(OBJECTS)/%.bpf.o: bpf/%.bpf.c $(wildcard bpf/*.h) pyproject.toml | build/packages.build
+	@mkdir -p $(@D)
+	$(CLANG) -target bpf -mcpu=v3 -O2 -g -Wall -Wextra -Werror -Wno-unused-parameter \
+		-idirafter /usr/include/$(shell uname -m)-linux-gnu \
+		-DEXPORTER_VERSION='"$(VERSION)"' -c $< -o $@
+	llvm-strip -g $@
+
+# $(call install,PACKAGES): installs those that are missing; says what to do where it may not.
+define install
+	@missing=$$(for p in $(1); do \
+		dpkg-query -W -f '$${Status}' $$p 2>/dev/null | grep -q 'ok installed' || echo $$p; \
+	done); \
+	if [ -n "$$missing" ]; then \
+		if [ $$(id -u) != 0 ]; then \
+			echo "missing packages:" $$missing "- install them, or run make as root" >&2; exit 1; \
+		fi; \
+		apt-get update -qq; \
+		DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing \
+			>build/apt.log 2>&1 || { tail -n 20 build/apt.log >&2; exit 1; }; \
+	fi
+	@touch $@
+endef
+
+build/packages.build: Makefile
+	@mkdir -p build
+	$(call install,$(BUILD_PACKAGES))
+
+build/packages.test: Makefile | build/packages.build
+	$(call install,$(TEST_PACKAGES))
+
+$(VENV)/.built: pyproject.toml hatch_build.py | bpf
+	[ -x $(VENV)/bin/python ] || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check -e .
+	@touch $@
+
+$(VENV)/.tested: $(VENV)/.built
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check -e '.[test]'
+	@touch $@
+
+test: lint unit host guest
+
+lint: build $(VENV)/.tested build/packages.test
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	clang-format --dry-run -Werror bpf/*.[ch] $(wildcard tests/bench/*.bpf.c)
+
+unit host guest: build $(VENV)/.tested build/packages.test
+	$(VENV)/bin/python -m pytest tests/$@
+
+bench: build $(VENV)/.tested build/packages.test
+	$(VENV)/bin/python -m tests.bench
+
+wheel: build
+	$(VENV)/bin/pip wheel --quiet --disable-pip-version-check --no-deps -w dist .
+
+clean:
+	rm -rf $(VENV) build dist $(OBJECTS) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,570 @@
+// SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
+/*
+ * Who a disk serves, and how: device time, queue time, size and errors of requests by
+ * (cgroup, disk, op), and the disk's depth.
+ *
+ *	insert    stamps arrival, only where the kernel itself does not
+ *	issue     remembers the request: owner, disk, op, arrival, now
+ *	requeue   takes it off the device, keeps its arrival
+ *	complete  counts each portion; the last one makes the observation
+ *	merge     forgets a request that became part of another
+ *
+ * See README.md here for keys, values, kernels and cost.
+ */
+#include "kernel.h"
+#include "histogram.h"
+
+/* Operations as they are exported. */
+enum io_op {
+	IO_READ,
+	IO_WRITE,
+	IO_DISCARD,
+	IO_FLUSH,
+	IO_OTHER, /* write zeroes, secure erase, zone management: no data moves */
+	IO_OPS,
+};
+
+/* Numbers that no kernel changed (include/linux/blk_types.h). */
+#define REQ_OP_MASK 0xff
+#define REQ_OP_READ 0
+#define REQ_OP_WRITE 1
+#define REQ_OP_FLUSH 2
+#define REQ_OP_DISCARD 3
+/*
+ * From here on passthrough commands (SCSI_IN = 32 on 5.10, DRV_IN = 34): no IO of a file system or
+ * block device, absent from diskstats, and some (NVMe's event request) stay open for days.
+ */
+#define REQ_OP_PASSTHROUGH 32
+
+enum io_latency_exponents { /* 16 us .. 8.6 s */
+	IO_LATENCY_FIRST = 14,
+	IO_LATENCY_LAST = 33,
+};
+
+enum io_size_exponents { /* 512 B .. 1 GiB */
+	IO_SIZE_FIRST = 9,
+	IO_SIZE_LAST = 30,
+};
+
+enum io_depth_exponents { /* 1 .. 1024 */
+	IO_DEPTH_FIRST = 0,
+	IO_DEPTH_LAST = 10,
+};
+
+struct io_key {
+	__u64 cgroup; /* id; 0 where the IO has no owner */
+	__u32 disk;   /* index in disks */
+	enum io_op op;
+};
+
+/* All that is known of one (cgroup, disk, op): one lookup an IO, and no sum without its slots. */
+struct io_histograms {
+	enum io_latency_exponents latency_exponents[0];
+	enum io_size_exponents size_exponents[0];
+	__u64 device_ns;
+	__u64 device_slots[SLOTS(IO_LATENCY_FIRST, IO_LATENCY_LAST)];
+	__u64 queue_ns;
+	__u64 queue_slots[SLOTS(IO_LATENCY_FIRST, IO_LATENCY_LAST)];
+	__u64 size_bytes;
+	__u64 size_slots[SLOTS(IO_SIZE_FIRST, IO_SIZE_LAST)];
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 32768);
+	__type(key, struct io_key);
+	__type(value, struct io_histograms);
+} block_io SEC(".maps");
+
+struct io_error_key {
+	__u64 cgroup;
+	__u32 disk;
+	enum io_op op;
+	__s32 status; /* BLK_STS_* where positive, -errno (before 5.18) where negative */
+	__u32 zero;
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 4096);
+	__type(key, struct io_error_key);
+	__type(value, __u64);
+} block_io_errors SEC(".maps");
+
+/*
+ * Disks. An index into an array, found by hashing the gendisk, costs 5 ns where a hash map costs
+ * 40; and since a new disk under an old dev_t has another gendisk, a hot-plugged disk never
+ * inherits the counts of its predecessor. The two hash maps serve the first IO of a disk (who
+ * takes which index, decided atomically on every kernel) and disks whose hashes collide.
+ */
+#define DISKS_LOG2 10
+#define DISKS (1 << DISKS_LOG2)
+#define DISK_PROBES 16
+
+struct disk_id {
+	__u64 gendisk;
+	__u64 dev;
+};
+
+struct disk {
+	enum io_depth_exponents depth_exponents[0];
+	struct disk_id id;
+	__u64 inflight;
+	__u64 depth_sum;
+	__u64 depth_slots[SLOTS(IO_DEPTH_FIRST, IO_DEPTH_LAST)];
+	/* What found no room in block_io: attributed to no cgroup, but not lost. */
+	struct io_histograms other[IO_OPS];
+	char name[32];
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, DISKS);
+	__type(key, __u32);
+	__type(value, struct disk);
+} disks SEC(".maps");
+
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, DISKS);
+	__type(key, struct disk_id);
+	__type(value, __u32);
+} disk_index SEC(".maps");
+
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, DISKS);
+	__type(key, __u32);
+	__type(value, struct disk_id);
+} disk_owner SEC(".maps");
+
+/*
+ * Requests in flight. A slot is found by hashing the request's address (its memory is the tag's,
+ * used again and again) and belongs to the request whose address it holds; one that is taken sends
+ * the request to a hash map. Claiming a slot needs cmpxchg (5.12); without, all go to the hash map.
+ */
+#define REQUESTS_LOG2 14
+
+struct request_state {
+	__u64 rq; /* 0: free */
+	__u64 arrival_ns;
+	__u64 issue_ns; /* 0: not with the driver now */
+	__u64 cgroup;
+	__u64 bytes; /* completed so far */
+	__u32 disk;
+	enum io_op op;
+	bool spilled; /* lives in requests_spilled */
+	__u8 pad[15]; /* a cache line of its own */
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, 1 << REQUESTS_LOG2);
+	__type(key, __u32);
+	__type(value, struct request_state);
+} requests SEC(".maps");
+
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 1 << REQUESTS_LOG2);
+	__type(key, __u64);
+	__type(value, struct request_state);
+} requests_spilled SEC(".maps");
+
+enum drop {
+	DROP_BLOCK_IO,	       /* counted in disk.other instead */
+	DROP_BLOCK_IO_ERRORS,  /* counted in histograms, error not */
+	DROP_DISKS,	       /* request not counted */
+	DROP_REQUESTS_SPILLED, /* request not counted */
+	DROP_REQUESTS_UNENDED, /* ended without an event that we saw; not counted */
+	DROPS,
+};
+
+#include "drops.h"
+
+/* 1 where the tracepoints' first argument is the request_queue (before 5.11 and 5.10.137). */
+const volatile bool queue_argument;
+
+/* Set once a request went to requests_spilled: until then nobody pays for looking there. */
+bool spilled;
+
+static const struct io_histograms no_io;
+
+/*
+ * Of the low half only: the verifier forbids arithmetic on kernel pointers, but lets a 32 bit move
+ * of one become a number.
+ */
+static __always_inline __u32 hash_pointer(const void *pointer, __u32 bits)
+{
+	__u32 low;
+
+	asm volatile("%0 = %1" : "=w"(low) : "w"((__u32)(__u64)pointer));
+	return low * 0x61C88647 >> (32 - bits); /* as hash_32() */
+}
+
+/* The first IO of a disk, and each IO of one whose place was taken. */
+static __noinline __u32 find_disk(struct gendisk *gd, __u64 dev)
+{
+	struct disk_id id = { .gendisk = (__u64)gd, .dev = dev };
+	__u32 start = hash_pointer(gd, DISKS_LOG2), index;
+	struct disk *disk;
+	__u32 *known;
+	int i;
+
+	known = bpf_map_lookup_elem(&disk_index, &id);
+	if (known)
+		return *known;
+	for (i = 0; i < DISK_PROBES; i++) {
+		index = (start + i) & (DISKS - 1);
+		if (!bpf_map_update_elem(&disk_owner, &index, &id, BPF_NOEXIST))
+			break;
+	}
+	if (i == DISK_PROBES)
+		return DISKS;
+	if (bpf_map_update_elem(&disk_index, &id, &index, BPF_NOEXIST)) {
+		/* Another CPU was first with the same disk. */
+		bpf_map_delete_elem(&disk_owner, &index);
+		known = bpf_map_lookup_elem(&disk_index, &id);
+		return known ? *known : DISKS;
+	}
+	disk = bpf_map_lookup_elem(&disks, &index);
+	if (!disk)
+		return DISKS;
+	bpf_probe_read_kernel_str(disk->name, sizeof(disk->name), gd->disk_name);
+	disk->id.dev = dev;
+	disk->id.gendisk = (__u64)gd;
+	return index;
+}
+
+static __always_inline struct disk *disk_of(struct gendisk *gd, __u32 *index)
+{
+	__u64 dev = (__u64)gd->major << 32 | (__u32)gd->first_minor;
+	struct disk *disk;
+
+	*index = hash_pointer(gd, DISKS_LOG2);
+	disk = bpf_map_lookup_elem(&disks, index);
+	if (disk && disk->id.gendisk == (__u64)gd && disk->id.dev == dev)
+		return disk;
+	*index = find_disk(gd, dev);
+	return bpf_map_lookup_elem(&disks, index);
+}
+
+static __always_inline struct request_state *find_request(struct request *rq, bool slots)
+{
+	__u32 index = hash_pointer(rq, REQUESTS_LOG2);
+	struct request_state *state;
+
+	if (slots) {
+		state = bpf_map_lookup_elem(&requests, &index);
+		if (state && state->rq == (__u64)rq)
+			return state;
+		if (!spilled)
+			return NULL;
+	}
+	return bpf_map_lookup_elem(&requests_spilled, &rq);
+}
+
+/* A place for a request that has none. What a slot held before is still in it. */
+static __always_inline struct request_state *claim_request(struct request *rq, bool slots)
+{
+	struct request_state fresh = { .rq = (__u64)rq, .spilled = true };
+	__u32 index = hash_pointer(rq, REQUESTS_LOG2);
+	struct request_state *state;
+
+	if (slots) {
+		state = bpf_map_lookup_elem(&requests, &index);
+		if (state && !state->rq && !__sync_val_compare_and_swap(&state->rq, 0, (__u64)rq))
+			return state;
+		spilled = true;
+	}
+	if (bpf_map_update_elem(&requests_spilled, &rq, &fresh, BPF_ANY)) {
+		drop(DROP_REQUESTS_SPILLED);
+		return NULL;
+	}
+	return bpf_map_lookup_elem(&requests_spilled, &rq);
+}
+
+/*
+ * Gives the place back; false where another CPU did it before. All that is needed of the state was
+ * read before: the atomic is a full barrier, after it the place may be another request's.
+ */
+static __always_inline bool release_request(struct request_state *state, struct request *rq,
+					    bool slots)
+{
+	if (slots && !state->spilled)
+		return __sync_val_compare_and_swap(&state->rq, (__u64)rq, 0) == (__u64)rq;
+	return !bpf_map_delete_elem(&requests_spilled, &rq);
+}
+
+static __always_inline void leave_disk(__u32 index)
+{
+	struct disk *disk = bpf_map_lookup_elem(&disks, &index);
+
+	if (disk)
+		add(&disk->inflight, -1);
+}
+
+static __always_inline __u64 owner_of(struct request *rq)
+{
+	struct blkcg_gq *blkg;
+	struct bio *bio = rq->bio;
+
+	if (!bio) /* flush */
+		return 0;
+	/* Bios of different owners are never merged: the first one names the request's. */
+	blkg = bio->bi_blkg;
+	return blkg ? cgroup_id(blkg->blkcg->css.cgroup) : 0;
+}
+
+static __always_inline enum io_op op_of(struct request *rq)
+{
+	__u32 op = rq->cmd_flags & REQ_OP_MASK;
+
+	if (op == REQ_OP_READ)
+		return IO_READ;
+	if (op == REQ_OP_WRITE || op == zone_append_op())
+		return IO_WRITE;
+	if (op == REQ_OP_DISCARD)
+		return IO_DISCARD;
+	if (op == REQ_OP_FLUSH)
+		return IO_FLUSH;
+	return IO_OTHER;
+}
+
+static __always_inline bool is_passthrough(struct request *rq)
+{
+	return (rq->cmd_flags & REQ_OP_MASK) >= REQ_OP_PASSTHROUGH;
+}
+
+static __always_inline void count_error(__u64 cgroup, __u32 disk, enum io_op op, int status)
+{
+	struct io_error_key key = { .cgroup = cgroup, .disk = disk, .op = op, .status = status };
+	__u64 one = 1, *count;
+
+	count = bpf_map_lookup_elem(&block_io_errors, &key);
+	if (!count) {
+		if (!bpf_map_update_elem(&block_io_errors, &key, &one, BPF_NOEXIST))
+			return;
+		count = bpf_map_lookup_elem(&block_io_errors, &key);
+	}
+	if (count)
+		add(count, 1);
+	else
+		drop(DROP_BLOCK_IO_ERRORS);
+}
+
+static __always_inline struct io_histograms *histograms_of(struct io_key *key)
+{
+	struct io_histograms *io = bpf_map_lookup_elem(&block_io, key);
+	struct disk *disk;
+	__u32 op;
+
+	if (io)
+		return io;
+	bpf_map_update_elem(&block_io, key, &no_io, BPF_NOEXIST);
+	io = bpf_map_lookup_elem(&block_io, key);
+	if (io)
+		return io;
+	drop(DROP_BLOCK_IO);
+	disk = bpf_map_lookup_elem(&disks, &key->disk);
+	op = key->op;
+	keep_check(op);
+	if (!disk || op >= IO_OPS)
+		return NULL;
+	keep_check(disk);
+	return &disk->other[op];
+}
+
+/*
+ * Arrival in the block layer. The kernel stamps it itself (start_time_ns, at the request's
+ * allocation) where iostats, a scheduler or a statistics user is on, which is nearly always, and
+ * insert is skipped on direct dispatch: so only what the kernel did not stamp is stamped here.
+ */
+static __always_inline int insert(struct request *rq, bool slots)
+{
+	struct request_state *state;
+
+	if (rq->start_time_ns || is_passthrough(rq))
+		return 0;
+	state = find_request(rq, slots);
+	if (!state) {
+		state = claim_request(rq, slots);
+		if (!state)
+			return 0;
+	} else if (state->issue_ns) {
+		leave_disk(state->disk);
+		drop(DROP_REQUESTS_UNENDED);
+	} else if (state->arrival_ns) { /* requeued, and inserted again */
+		return 0;
+	}
+	state->issue_ns = 0;
+	state->arrival_ns = bpf_ktime_get_ns();
+	return 0;
+}
+
+static __always_inline int issue(struct request *rq, bool slots)
+{
+	struct gendisk *gd = request_disk(rq);
+	struct request_state *state;
+	struct disk *disk;
+	__u64 now, depth;
+	__u32 index;
+
+	if (is_passthrough(rq) || !gd)
+		return 0;
+	now = bpf_ktime_get_ns();
+	disk = disk_of(gd, &index);
+	if (!disk) {
+		drop(DROP_DISKS);
+		return 0;
+	}
+	state = find_request(rq, slots);
+	if (!state) {
+		state = claim_request(rq, slots);
+		if (!state)
+			return 0;
+		state->arrival_ns = 0;
+	} else if (state->issue_ns) {
+		/* The request's memory is in use again, and we never saw the end of its last use.
+		 */
+		leave_disk(state->disk);
+		drop(DROP_REQUESTS_UNENDED);
+		state->arrival_ns = 0;
+	}
+	if (!state->arrival_ns)
+		state->arrival_ns = rq->start_time_ns ? rq->start_time_ns : now;
+	state->issue_ns = now;
+	state->cgroup = owner_of(rq);
+	state->bytes = 0;
+	state->disk = index;
+	state->op = op_of(rq);
+
+	if (slots) {
+		depth = __sync_fetch_and_add(&disk->inflight, 1) + 1;
+	} else { /* 5.10 cannot add and fetch */
+		add(&disk->inflight, 1);
+		depth = disk->inflight;
+	}
+	add(&disk->depth_sum, depth);
+	add(&disk->depth_slots[slot_of(depth, IO_DEPTH_FIRST, IO_DEPTH_LAST)], 1);
+	return 0;
+}
+
+static __always_inline int requeue(struct request *rq, bool slots)
+{
+	struct request_state *state = find_request(rq, slots);
+
+	if (!state || !state->issue_ns)
+		return 0;
+	leave_disk(state->disk);
+	state->issue_ns = 0;
+	return 0;
+}
+
+/* An end without a completion: the request's bios went on in another request. */
+static __always_inline int merge(struct request *rq, bool slots)
+{
+	struct request_state *state = find_request(rq, slots);
+
+	if (state && !state->issue_ns)
+		release_request(state, rq, slots);
+	return 0;
+}
+
+static __always_inline int complete(struct request *rq, int status, __u32 bytes, bool slots)
+{
+	struct request_state *state = find_request(rq, slots);
+	__u64 now = bpf_ktime_get_ns(), size, device_ns, queue_ns;
+	struct io_histograms *io;
+	struct io_key key;
+
+	/*
+	 * Not with the driver: ended before it was ever issued, issued before we attached, or the
+	 * second completion of a FUA write, when its flush is done. Only an error is of interest.
+	 */
+	if (!state || !state->issue_ns) {
+		struct gendisk *gd = request_disk(rq);
+		__u32 index;
+
+		if (state)
+			release_request(state, rq, slots);
+		if (status && gd && rq->bio && !is_passthrough(rq) && disk_of(gd, &index))
+			count_error(owner_of(rq), index, op_of(rq), status);
+		return 0;
+	}
+
+	key.cgroup = state->cgroup;
+	key.disk = state->disk;
+	key.op = state->op;
+	size = state->bytes + bytes;
+	device_ns = now - state->issue_ns;
+	queue_ns = state->issue_ns - state->arrival_ns;
+	if ((__s64)queue_ns < 0) /* two clocks: ours is the NMI-safe reading of the same one */
+		queue_ns = 0;
+
+	if (status)
+		count_error(key.cgroup, key.disk, key.op, status);
+	if (bytes < rq->__data_len) { /* a portion; the rest is still with the driver */
+		state->bytes = size;
+		return 0;
+	}
+	if (!release_request(state, rq, slots))
+		return 0;
+	leave_disk(key.disk);
+
+	io = histograms_of(&key);
+	if (!io)
+		return 0;
+	add(&io->device_ns, device_ns);
+	add(&io->device_slots[slot_of(device_ns, IO_LATENCY_FIRST, IO_LATENCY_LAST)], 1);
+	add(&io->queue_ns, queue_ns);
+	add(&io->queue_slots[slot_of(queue_ns, IO_LATENCY_FIRST, IO_LATENCY_LAST)], 1);
+	add(&io->size_bytes, size);
+	add(&io->size_slots[slot_of(size, IO_SIZE_FIRST, IO_SIZE_LAST)], 1);
+	return 0;
+}
+
+static __always_inline struct request *request_argument(__u64 *ctx)
+{
+	__u64 rq;
+
+	if (queue_argument) {
+		rq = ctx[1];
+		/* Two loads, not one at a computed offset: the verifier refuses that. */
+		asm volatile("" : "+r"(rq));
+	} else {
+		rq = ctx[0];
+	}
+	return (struct request *)rq;
+}
+
+/* Each program twice: with slots where the kernel has cmpxchg (5.12), with the hash map alone. */
+#define PROGRAMS(suffix, slots)                                                   \
+	SEC("tp_btf/block_rq_insert")                                             \
+	int insert_##suffix(__u64 *ctx)                                           \
+	{                                                                         \
+		return insert(request_argument(ctx), slots);                      \
+	}                                                                         \
+	SEC("tp_btf/block_rq_issue")                                              \
+	int issue_##suffix(__u64 *ctx)                                            \
+	{                                                                         \
+		return issue(request_argument(ctx), slots);                       \
+	}                                                                         \
+	SEC("tp_btf/block_rq_requeue")                                            \
+	int requeue_##suffix(__u64 *ctx)                                          \
+	{                                                                         \
+		return requeue(request_argument(ctx), slots);                     \
+	}                                                                         \
+	SEC("tp_btf/block_rq_merge")                                              \
+	int merge_##suffix(__u64 *ctx)                                            \
+	{                                                                         \
+		return merge(request_argument(ctx), slots);                       \
+	}                                                                         \
+	SEC("tp_btf/block_rq_complete")                                           \
+	int complete_##suffix(__u64 *ctx)                                         \
+	{                                                                         \
+		return complete((struct request *)ctx[0], ctx[1], ctx[2], slots); \
+	}
+
+PROGRAMS(slots, true)
+PROGRAMS(hash, false)

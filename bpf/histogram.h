@@ -1,0 +1,60 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
+/*
+ * Histograms in powers of two. Slot i of a histogram whose first exponent is F counts the values v
+ * with 2^(F+i-1) < v <= 2^(F+i): a value equal to an edge belongs to that edge's slot, as
+ * Prometheus' "le" wants it. Slot 0 takes all that is smaller; the last slot all above the last
+ * edge, which is Prometheus' +Inf and never the last finite bucket.
+ *
+ * The first and last exponents reach user space as enums in the object's BTF, through members of
+ * zero length: nothing here is written a second time in Python.
+ */
+#ifndef WRITEBACK_EXPORTER_HISTOGRAM_H
+#define WRITEBACK_EXPORTER_HISTOGRAM_H
+
+#define SLOTS(first, last) ((last) - (first) + 2)
+
+/* The smallest e with v <= 2^e; 0 for 0 and 1. */
+static __always_inline __u32 log2_ceil(__u64 v)
+{
+	__u32 e = 0, shift;
+
+	if (v <= 1)
+		return 0;
+	v--;
+	/* No count-leading-zeros instruction in BPF: five halvings, branches compiled to shifts. */
+	shift = (v > 0xffffffffULL) << 5;
+	v >>= shift;
+	e |= shift;
+	shift = (v > 0xffff) << 4;
+	v >>= shift;
+	e |= shift;
+	shift = (v > 0xff) << 3;
+	v >>= shift;
+	e |= shift;
+	shift = (v > 0xf) << 2;
+	v >>= shift;
+	e |= shift;
+	shift = (v > 0x3) << 1;
+	v >>= shift;
+	e |= shift;
+	e |= v >> 1;
+	return e + 1;
+}
+
+static __always_inline __u32 slot_of(__u64 v, __u32 first, __u32 last)
+{
+	__u32 e = log2_ceil(v);
+
+	if (e <= first)
+		return 0;
+	if (e > last)
+		return last - first + 1;
+	return e - first;
+}
+
+static __always_inline void add(__u64 *counter, __u64 n)
+{
+	__sync_fetch_and_add(counter, n);
+}
+
+#endif

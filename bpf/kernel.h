@@ -1,0 +1,167 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
+/*
+ * The kernel's types as far as we read them, relocated at load (CO-RE) against the running kernel's
+ * BTF. No vmlinux.h: a reader sees here each field that the exporter depends on, and each
+ * difference between kernels 5.10 and 7.3 as a flavour (NAME___since) with its reason.
+ */
+#ifndef WRITEBACK_EXPORTER_KERNEL_H
+#define WRITEBACK_EXPORTER_KERNEL_H
+
+#include <linux/bpf.h>
+#include <bpf/bpf_helpers.h>
+#include <bpf/bpf_core_read.h>
+
+typedef _Bool bool;
+#define true 1
+#define false 0
+#define NULL ((void *)0)
+
+/*
+ * Ties a value to one register. After a NULL check, before arithmetic on a map value (clang would
+ * move the sum in front of the check), and before a bounds check (clang would check one copy and
+ * use another): the verifier refuses both.
+ */
+#define keep_check(value) asm volatile("" : "+r"(value))
+
+/*
+ * The version that the object was built for. The exporter refuses an object of another version, for
+ * it would decode the maps by names that may have changed their meaning.
+ */
+const char built_for[] SEC("exporter_version") = EXPORTER_VERSION;
+
+char LICENSE[] SEC("license") = "Dual BSD/GPL";
+
+#pragma clang attribute push(__attribute__((preserve_access_index)), apply_to = record)
+
+/* cgroups */
+
+struct kernfs_node {
+	__u64 id; /* st_ino of the cgroup's directory */
+};
+
+struct cgroup_root {
+	int hierarchy_id; /* 0 is v2; the others are in /proc/self/cgroup */
+};
+
+struct cgroup {
+	struct kernfs_node *kn;
+	struct cgroup_root *root;
+};
+
+struct cgroup_subsys_state {
+	struct cgroup *cgroup;
+	struct cgroup_subsys_state *parent;
+};
+
+struct css_set {
+	struct cgroup_subsys_state *subsys[1]; /* as many as the kernel has controllers */
+};
+
+struct task_struct {
+	struct css_set *cgroups;
+};
+
+/* The numbers depend on the kernel's configuration. */
+enum cgroup_subsys_id {
+	memory_cgrp_id = 1,
+};
+
+/* block layer */
+
+struct blkcg {
+	struct cgroup_subsys_state css;
+};
+
+struct blkcg_gq {
+	struct blkcg *blkcg;
+};
+
+struct bio {
+	struct blkcg_gq *bi_blkg;
+};
+
+struct gendisk {
+	int major;
+	int first_minor;
+	char disk_name[32];
+};
+
+struct request_queue {
+	struct gendisk *disk;
+};
+
+struct request {
+	struct request_queue *q;
+	unsigned int cmd_flags;
+	unsigned int __data_len;
+	struct bio *bio;
+	__u64 start_time_ns;
+};
+
+/* request.rq_disk gave way to request_queue.disk in 5.17. */
+struct request___before_5_17 {
+	struct gendisk *rq_disk;
+};
+
+/* REQ_OP_ZONE_APPEND was renumbered in 6.0, when its enum changed the name. */
+enum req_op {
+	REQ_OP_ZONE_APPEND = 7,
+};
+
+enum req_opf___before_6_0 {
+	REQ_OP_ZONE_APPEND___before_6_0 = 13,
+};
+
+/* writeback */
+
+#define BDI_CAP_STRICTLIMIT (1 << 2) /* since 5.10 */
+
+struct backing_dev_info {
+	__u64 id; /* never reused, unlike the pointer */
+	unsigned int capabilities;
+	char dev_name[64]; /* the name in /sys/class/bdi */
+};
+
+struct bdi_writeback {
+	struct backing_dev_info *bdi;
+	unsigned long avg_write_bandwidth; /* pages/s */
+	struct cgroup_subsys_state *memcg_css;
+};
+
+struct wb_domain;
+
+/* The argument of balance_dirty_pages since 6.16; all in pages. */
+struct dirty_throttle_control {
+	struct dirty_throttle_control *gdtc; /* set in a memcg's domain only */
+	unsigned long dirty;
+	unsigned long thresh;
+	unsigned long bg_thresh;
+	unsigned long wb_dirty;
+	unsigned long wb_thresh;
+};
+
+#pragma clang attribute pop
+
+/* The id of a cgroup; 0 where there is none (NULL on the way reads as 0, it does not fault). */
+static __always_inline __u64 cgroup_id(struct cgroup *cgroup)
+{
+	return cgroup->kn->id;
+}
+
+static __always_inline struct gendisk *request_disk(struct request *rq)
+{
+	struct request___before_5_17 *old = (void *)rq;
+
+	if (bpf_core_field_exists(old->rq_disk))
+		return old->rq_disk;
+	return rq->q->disk;
+}
+
+static __always_inline __u32 zone_append_op(void)
+{
+	if (bpf_core_enum_value_exists(enum req_op, REQ_OP_ZONE_APPEND))
+		return bpf_core_enum_value(enum req_op, REQ_OP_ZONE_APPEND);
+	return bpf_core_enum_value(enum req_opf___before_6_0, REQ_OP_ZONE_APPEND___before_6_0);
+}
+
+#endif

@@ -1,0 +1,542 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A thin ctypes binding on libbpf.so.1 (libbpf >= 1.0): no compiler and no C extension at run time.
+
+Objects own what they opened: close an `Object` and its programs, maps and links are gone, except
+what was pinned. Every refusal is a `BpfError` that carries libbpf's and the verifier's own words.
+"""
+
+from __future__ import annotations
+
+import ctypes as C
+import errno
+import os
+import struct
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+from writeback_exporter.kernel.layout import ObjectFile
+
+_PTR, _STR, _INT, _UINT, _SIZE, _U64 = (
+    C.c_void_p,
+    C.c_char_p,
+    C.c_int,
+    C.c_uint,
+    C.c_size_t,
+    C.c_uint64,
+)
+_PrintFn = C.CFUNCTYPE(_INT, _INT, _PTR, _PTR)
+_SampleFn = C.CFUNCTYPE(_INT, _PTR, _PTR, _SIZE)
+
+
+class _OpenOptions(C.Structure):
+    """struct bpf_object_open_opts as far as libbpf 1.0 had it; `sz` tells libbpf how far that is."""
+
+    _fields_ = (
+        ("sz", _SIZE),
+        ("object_name", _STR),
+        ("relaxed_maps", C.c_bool),
+        ("pin_root_path", _STR),
+        ("_reserved", _UINT),
+        ("kconfig", _STR),
+        ("btf_custom_path", _STR),
+        ("kernel_log_buf", _PTR),
+        ("kernel_log_size", _SIZE),
+        ("kernel_log_level", C.c_uint32),
+    )
+
+
+_SIGNATURES: dict[str, tuple[object, ...]] = {  # name: (result, argument, ...)
+    "libbpf_set_print": (_PTR, _PrintFn),
+    "libbpf_version_string": (_STR,),
+    "libbpf_num_possible_cpus": (_INT,),
+    "bpf_object__open_file": (_PTR, _STR, C.POINTER(_OpenOptions)),
+    "bpf_object__load": (_INT, _PTR),
+    "bpf_object__close": (None, _PTR),
+    "bpf_object__next_program": (_PTR, _PTR, _PTR),
+    "bpf_object__next_map": (_PTR, _PTR, _PTR),
+    "bpf_program__name": (_STR, _PTR),
+    "bpf_program__section_name": (_STR, _PTR),
+    "bpf_program__fd": (_INT, _PTR),
+    "bpf_program__autoload": (C.c_bool, _PTR),
+    "bpf_program__set_autoload": (_INT, _PTR, C.c_bool),
+    "bpf_program__attach": (_PTR, _PTR),
+    "bpf_link__destroy": (_INT, _PTR),
+    "bpf_link__pin": (_INT, _PTR, _STR),
+    "bpf_link__unpin": (_INT, _PTR),
+    "bpf_map__name": (_STR, _PTR),
+    "bpf_map__fd": (_INT, _PTR),
+    "bpf_map__key_size": (_UINT, _PTR),
+    "bpf_map__value_size": (_UINT, _PTR),
+    "bpf_map__max_entries": (_UINT, _PTR),
+    "bpf_map__set_max_entries": (_INT, _PTR, C.c_uint32),
+    "bpf_map__initial_value": (_PTR, _PTR, C.POINTER(_SIZE)),
+    "bpf_map__pin": (_INT, _PTR, _STR),
+    "bpf_map__unpin": (_INT, _PTR, _STR),
+    "bpf_map_lookup_batch": (_INT, _INT, _PTR, _PTR, _PTR, _PTR, C.POINTER(_UINT), _PTR),
+    "bpf_map_lookup_and_delete_batch": (
+        *(_INT, _INT, _PTR, _PTR, _PTR, _PTR, C.POINTER(_UINT), _PTR),
+    ),
+    "bpf_map_lookup_elem": (_INT, _INT, _PTR, _PTR),
+    "bpf_map_lookup_and_delete_elem": (_INT, _INT, _PTR, _PTR),
+    "bpf_map_update_elem": (_INT, _INT, _PTR, _PTR, _U64),
+    "bpf_map_delete_elem": (_INT, _INT, _PTR),
+    "bpf_obj_get_info_by_fd": (_INT, _INT, _PTR, C.POINTER(C.c_uint32)),
+    "bpf_prog_load": (_INT, _INT, _STR, _STR, _PTR, _SIZE, _PTR),
+    "bpf_enable_stats": (_INT, _INT),
+    "ring_buffer__new": (_PTR, _INT, _SampleFn, _PTR, _PTR),
+    "ring_buffer__consume": (_INT, _PTR),
+    "ring_buffer__epoll_fd": (_INT, _PTR),
+    "ring_buffer__free": (None, _PTR),
+    "btf__load_vmlinux_btf": (_PTR,),
+    "btf__parse": (_PTR, _STR, _PTR),
+    "btf__free": (None, _PTR),
+    "btf__find_by_name_kind": (C.c_int32, _PTR, _STR, C.c_uint32),
+    "btf__type_by_id": (_PTR, _PTR, C.c_uint32),
+}
+
+_WARN = 0  # LIBBPF_WARN
+# The verifier's log arrives as one message; its last lines are the ones that matter, and a message
+# longer than the buffer would lose just them. The longest seen was 60 KiB.
+_MESSAGE_SIZE = 1 << 20
+
+_libc = C.CDLL(None, use_errno=True)
+_messages = threading.local()
+
+
+class BpfError(OSError):
+    """A refusal by libbpf or the kernel: `errno`, what was tried, and `log`, their own words."""
+
+    def __init__(self, error: int, tried: str, log: Sequence[str] = ()) -> None:
+        super().__init__(error, os.strerror(error))
+        self.tried = tried
+        self.log = tuple(log)
+
+    def __str__(self) -> str:
+        return f"{self.tried}: {self.reason}"
+
+    @property
+    def reason(self) -> str:
+        """One line: the verifier's verdict where it gave one, and the error's name."""
+        lines = [line for message in self.log for line in message.splitlines()]
+        for position, line in enumerate(lines):
+            if line.startswith("processed ") and "insns" in line and position:
+                return f"{lines[position - 1]} ({self.strerror})"
+        return str(self.strerror)
+
+
+class LibbpfMissing(Exception):
+    """libbpf.so.1 cannot be loaded; the message says what to install."""
+
+
+@_PrintFn
+def _print(level: int, message: int, arguments: int) -> int:
+    # The va_list arrives as a pointer, on x86-64 and on aarch64.
+    if level == _WARN:
+        buffer = C.create_string_buffer(_MESSAGE_SIZE)
+        _libc.vsnprintf(buffer, C.c_size_t(_MESSAGE_SIZE), _PTR(message), _PTR(arguments))
+        _pending().append(buffer.value.decode(errors="replace").rstrip())
+    return 0
+
+
+def _pending() -> list[str]:
+    if not hasattr(_messages, "lines"):
+        _messages.lines = []
+    lines: list[str] = _messages.lines
+    return lines
+
+
+class _Library:
+    """libbpf.so.1, loaded at the first call, each function with its types."""
+
+    def __init__(self) -> None:
+        self._lib: C.CDLL | None = None
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        if self._lib is None:
+            self._lib = self._load()
+        return getattr(self._lib, name)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def _load() -> C.CDLL:
+        try:
+            lib = C.CDLL("libbpf.so.1", use_errno=True)
+            for name, (result, *arguments) in _SIGNATURES.items():
+                function = getattr(lib, name)
+                function.restype, function.argtypes = result, arguments
+        except (OSError, AttributeError) as error:
+            raise LibbpfMissing(
+                f"libbpf.so.1 cannot be used ({error}); install libbpf 1.0 or newer "
+                "(Debian package libbpf1)"
+            ) from error
+        lib.libbpf_set_print(_print)
+        return lib
+
+
+_lib = _Library()
+
+
+def _failure(tried: str, error: int = 0) -> BpfError:
+    log, _messages.lines = _pending(), []
+    return BpfError(error or C.get_errno(), tried, log)
+
+
+def _checked(result: int, tried: str) -> int:
+    if result < 0:
+        raise _failure(tried, -result)
+    return result
+
+
+def version() -> str:
+    """libbpf's version, such as "1.1"."""
+    text: bytes = _lib.libbpf_version_string()  # type: ignore[assignment]
+    return text.decode().removeprefix("v")
+
+
+class Map:
+    """A BPF map of a loaded object. Keys and values are bytes in the kernel's layout."""
+
+    def __init__(self, pointer: int) -> None:
+        self._pointer = pointer
+        name: bytes = _lib.bpf_map__name(pointer)  # type: ignore[assignment]
+        self.name = name.decode()
+        self.key_size = _lib.bpf_map__key_size(pointer)
+        self.value_size = _lib.bpf_map__value_size(pointer)
+
+    @property
+    def fd(self) -> int:
+        return _lib.bpf_map__fd(self._pointer)
+
+    @property
+    def max_entries(self) -> int:
+        return _lib.bpf_map__max_entries(self._pointer)
+
+    @max_entries.setter
+    def max_entries(self, entries: int) -> None:
+        """Before the object is loaded only."""
+        _checked(
+            _lib.bpf_map__set_max_entries(self._pointer, entries), f"set capacity of {self.name}"
+        )
+
+    def initial_value(self) -> tuple[int, int]:
+        """Address and size of a data section's content before load."""
+        size = _SIZE()
+        return _lib.bpf_map__initial_value(self._pointer, C.byref(size)), size.value
+
+    def dump(self) -> tuple[bytes, bytes]:
+        """All keys and all values, each in one piece and in the same order (BPF_MAP_LOOKUP_BATCH).
+
+        Entries that come or go meanwhile may or may not be there; the others are, once each.
+        """
+        return self._batches(_lib.bpf_map_lookup_batch, "read")
+
+    def drain(self) -> tuple[bytes, bytes]:
+        """As `dump`, and each entry is deleted in the same step, under its bucket's lock."""
+        return self._batches(_lib.bpf_map_lookup_and_delete_batch, "drain")
+
+    def _batches(self, call: Callable[..., int], verb: str) -> tuple[bytes, bytes]:
+        keys, values = bytearray(), bytearray()
+        chunk = min(self.max_entries, 1024)
+        # The kernel writes a position into one and reads it from the other; for hash maps it is a
+        # bucket's number, for arrays a key.
+        position = [C.create_string_buffer(max(self.key_size, 8)) for _ in range(2)]
+        first = True
+        while True:
+            some_keys = C.create_string_buffer(chunk * self.key_size)
+            some_values = C.create_string_buffer(chunk * self.value_size)
+            count = _UINT(chunk)
+            result = call(
+                *(self.fd, None if first else position[0], position[1]),
+                *(some_keys, some_values, C.byref(count), None),
+            )
+            if result == -errno.ENOSPC and chunk < self.max_entries:
+                # One bucket holds more than the chunk: nothing was copied of it.
+                chunk = min(chunk * 2, self.max_entries)
+                continue
+            if result not in (0, -errno.ENOENT):
+                raise _failure(f"{verb} map {self.name}", -result)
+            keys += memoryview(some_keys)[: count.value * self.key_size]
+            values += memoryview(some_values)[: count.value * self.value_size]
+            if result:  # ENOENT: that was the last
+                return bytes(keys), bytes(values)
+            position.reverse()
+            first = False
+
+    def lookup(self, key: bytes) -> bytes | None:
+        """The value, or None where the key is not there."""
+        return self._lookup(_lib.bpf_map_lookup_elem, key, "look up")
+
+    def lookup_and_delete(self, key: bytes) -> bytes | None:
+        """The value, taken out in one step (hash maps: kernel 5.14; before it in two)."""
+        try:
+            return self._lookup(_lib.bpf_map_lookup_and_delete_elem, key, "take")
+        except BpfError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, 524):  # 524: ENOTSUPP
+                raise
+        value = self.lookup(key)
+        self.delete(key)
+        return value
+
+    def _lookup(self, call: Callable[..., int], key: bytes, verb: str) -> bytes | None:
+        value = C.create_string_buffer(self.value_size)
+        result = call(self.fd, key, value)
+        if result == -errno.ENOENT:
+            return None
+        _checked(result, f"{verb} in map {self.name}")
+        return value.raw
+
+    def update(self, key: bytes, value: bytes) -> None:
+        """Sets the value, whether or not the key is there."""
+        _checked(_lib.bpf_map_update_elem(self.fd, key, value, 0), f"write map {self.name}")
+
+    def delete(self, key: bytes) -> bool:
+        """False where the key was not there."""
+        result = _lib.bpf_map_delete_elem(self.fd, key)
+        if result == -errno.ENOENT:
+            return False
+        _checked(result, f"delete from map {self.name}")
+        return True
+
+    def pin(self, path: str) -> None:
+        """Keeps the map in bpffs when the object is closed."""
+        _checked(_lib.bpf_map__pin(self._pointer, os.fsencode(path)), f"pin map at {path}")
+
+    def unpin(self, path: str) -> None:
+        _checked(_lib.bpf_map__unpin(self._pointer, os.fsencode(path)), f"unpin map from {path}")
+
+
+class Link:
+    """An attached program; detached when closed, unless pinned."""
+
+    def __init__(self, pointer: int) -> None:
+        self._pointer: int | None = pointer
+
+    def pin(self, path: str) -> None:
+        """Keeps the program attached when the object is closed."""
+        _checked(_lib.bpf_link__pin(self._pointer, os.fsencode(path)), f"pin link at {path}")
+
+    def unpin(self) -> None:
+        _checked(_lib.bpf_link__unpin(self._pointer), "unpin link")
+
+    def close(self) -> None:
+        if self._pointer is not None:
+            _lib.bpf_link__destroy(self._pointer)
+            self._pointer = None
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Runs of a program and nanoseconds in it, while kernel.bpf_stats_enabled was 1."""
+
+    count: int
+    nanoseconds: int
+
+
+class Program:
+    """A BPF program of an object."""
+
+    def __init__(self, pointer: int) -> None:
+        self._pointer = pointer
+        name: bytes = _lib.bpf_program__name(pointer)  # type: ignore[assignment]
+        section: bytes = _lib.bpf_program__section_name(pointer)  # type: ignore[assignment]
+        self.name = name.decode()
+        self.section = section.decode()
+
+    @property
+    def fd(self) -> int:
+        return _lib.bpf_program__fd(self._pointer)
+
+    @property
+    def autoload(self) -> bool:
+        return bool(_lib.bpf_program__autoload(self._pointer))
+
+    @autoload.setter
+    def autoload(self, load: bool) -> None:
+        """Whether `Object.load` loads this program."""
+        _checked(_lib.bpf_program__set_autoload(self._pointer, load), f"choose {self.name}")
+
+    def attach(self) -> Link:
+        """Attaches where the program's section says."""
+        _pending().clear()
+        pointer = _lib.bpf_program__attach(self._pointer)
+        if not pointer:
+            raise _failure(f"attach {self.name} to {self.section}")
+        return Link(pointer)
+
+    def runs(self) -> Runs:
+        # struct bpf_prog_info (include/uapi/linux/bpf.h): run_time_ns and run_cnt at 192.
+        info = C.create_string_buffer(208)
+        size = C.c_uint32(len(info))
+        _checked(
+            _lib.bpf_obj_get_info_by_fd(self.fd, info, C.byref(size)), f"ask about {self.name}"
+        )
+        nanoseconds, count = struct.unpack_from("=QQ", info, 192)
+        return Runs(count, nanoseconds)
+
+
+class Object:
+    """A BPF object: opened by the constructor, then `load`, then `attach` its programs."""
+
+    def __init__(self, file: ObjectFile, btf: str | None = None) -> None:
+        """`btf`: relocate against this file instead of the running kernel's BTF."""
+        options = _OpenOptions(sz=C.sizeof(_OpenOptions))
+        options.btf_custom_path = os.fsencode(btf) if btf else None
+        self.file = file
+        self._links: list[Link] = []
+        _pending().clear()
+        pointer = _lib.bpf_object__open_file(os.fsencode(file.path), C.byref(options))
+        if not pointer:
+            raise _failure(f"open BPF object {file.path}")
+        self._pointer: int | None = pointer
+        self.programs: dict[str, Program] = {}
+        self.maps: dict[str, Map] = {}
+        self._constants: Map | None = None
+        item = _lib.bpf_object__next_program(pointer, None)
+        while item:
+            program = Program(item)
+            self.programs[program.name] = program
+            item = _lib.bpf_object__next_program(pointer, item)
+        item = _lib.bpf_object__next_map(pointer, None)
+        while item:
+            bpf_map = Map(item)
+            if bpf_map.name.endswith(".rodata"):
+                self._constants = bpf_map
+            self.maps[bpf_map.name] = bpf_map
+            item = _lib.bpf_object__next_map(pointer, item)
+
+    def set_constants(self, **values: int) -> None:
+        """Sets `const volatile` globals by name, before the object is loaded."""
+        for name, value in values.items():
+            offset, size = self.file.constant(name)
+            assert self._constants is not None
+            start, _ = self._constants.initial_value()
+            C.memmove(start + offset, value.to_bytes(size, sys.byteorder, signed=value < 0), size)
+
+    def load(self) -> None:
+        """Creates the maps, verifies and loads the programs that are to be loaded."""
+        _pending().clear()
+        _checked(_lib.bpf_object__load(self._pointer), f"load {self.file.name}")
+
+    def attach(self, program: str) -> Link:
+        """Attaches a program; the object keeps the link and closes it with itself."""
+        link = self.programs[program].attach()
+        self._links.append(link)
+        return link
+
+    def close(self) -> None:
+        for link in self._links:
+            link.close()
+        self._links.clear()
+        if self._pointer is not None:
+            _lib.bpf_object__close(self._pointer)
+            self._pointer = None
+
+    def __enter__(self) -> Object:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class RingBuffer:
+    """The reading end of a BPF ring buffer; not for two threads at once."""
+
+    def __init__(self, ring: Map, handle: Callable[[bytes], None]) -> None:
+        """`handle` gets each record, in order, when `consume` is called."""
+
+        def sample(_context: int, data: int, size: int) -> int:
+            handle(C.string_at(data, size))
+            return 0
+
+        self._sample = _SampleFn(sample)  # must live as long as libbpf may call it
+        _pending().clear()
+        pointer = _lib.ring_buffer__new(ring.fd, self._sample, None, None)
+        if not pointer:
+            raise _failure(f"read ring buffer {ring.name}")
+        self._pointer: int | None = pointer
+
+    def fileno(self) -> int:
+        """Readable when there are records."""
+        return _lib.ring_buffer__epoll_fd(self._pointer)
+
+    def consume(self) -> int:
+        """Hands over all records there are; their number."""
+        return _checked(_lib.ring_buffer__consume(self._pointer), "read ring buffer")
+
+    def close(self) -> None:
+        if self._pointer is not None:
+            _lib.ring_buffer__free(self._pointer)
+            self._pointer = None
+
+
+class KernelBtf:
+    """Questions to the running kernel's BTF (/sys/kernel/btf/vmlinux), or to a file's.
+
+    Through libbpf: reading its 100,000 types in Python would take seconds.
+    """
+
+    _KIND_TYPEDEF, _KIND_FUNC = 8, 12
+
+    def __init__(self, path: str | None = None) -> None:
+        _pending().clear()
+        if path is None:
+            self._pointer = _lib.btf__load_vmlinux_btf()
+        else:
+            self._pointer = _lib.btf__parse(os.fsencode(path), None)
+        if not self._pointer:
+            raise _failure(f"read BTF of {path or 'the running kernel'}")
+
+    def tracepoint_arity(self, name: str) -> int | None:
+        """Number of a tracepoint's arguments; None where the kernel does not have it.
+
+        Of `btf_trace_NAME`: typedef, pointer, prototype with a leading `void *`.
+        """
+        type_id = self._find(f"btf_trace_{name}", self._KIND_TYPEDEF)
+        if type_id is None:
+            return None
+        prototype = self._info(self._target(self._target(type_id)))
+        return (prototype & 0xFFFF) - 1
+
+    def has_function(self, name: str) -> bool:
+        return self._find(name, self._KIND_FUNC) is not None
+
+    def close(self) -> None:
+        _lib.btf__free(self._pointer)
+
+    def _find(self, name: str, kind: int) -> int | None:
+        type_id = _lib.btf__find_by_name_kind(self._pointer, name.encode(), kind)
+        return type_id if type_id > 0 else None
+
+    def _info(self, type_id: int) -> int:
+        # struct btf_type { name_off, info, type }
+        return C.c_uint32.from_address(_lib.btf__type_by_id(self._pointer, type_id) + 4).value
+
+    def _target(self, type_id: int) -> int:
+        return C.c_uint32.from_address(_lib.btf__type_by_id(self._pointer, type_id) + 8).value
+
+
+def load_instructions(program_type: int, instructions: bytes, name: str) -> None:
+    """Has the kernel verify a program of raw instructions, which is discarded; BpfError if refused.
+
+    How a kernel is asked for an instruction: versions and configurations do not tell.
+    """
+    fd = _lib.bpf_prog_load(
+        *(program_type, name.encode(), b"Dual BSD/GPL", instructions, len(instructions) // 8, None)
+    )
+    os.close(_checked(fd, f"load {name}"))
+
+
+def enable_stats() -> int:
+    """Turns on the kernel's count of runs and time of BPF programs until the descriptor is closed."""
+    return _checked(_lib.bpf_enable_stats(0), "enable BPF statistics")
+
+
+def possible_cpus() -> int:
+    return _checked(_lib.libbpf_num_possible_cpus(), "count CPUs")

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Open a BPF object, choose the programs that fit this kernel, load and attach them.
+
+A refusal is never silent and never takes another program down: it becomes a `Refused` with a short
+reason (a label of writeback_exporter_feature_available) and a remedy (for the log and `doctor`).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from writeback_exporter import __version__
+from writeback_exporter.kernel import libbpf
+from writeback_exporter.kernel.layout import BadObject, ObjectFile
+from writeback_exporter.kernel.libbpf import BpfError, KernelBtf, LibbpfMissing, Object
+
+OBJECTS = Path(__file__).parent.parent / "objects"
+BTF = "/sys/kernel/btf/vmlinux"
+
+_CAP_SYS_ADMIN, _CAP_PERFMON, _CAP_BPF = 21, 38, 39
+
+
+class Refused(Exception):
+    """A feature that this host does not give: `reason` in a few words, `detail` and `remedy`."""
+
+    def __init__(self, reason: str, detail: str, remedy: str) -> None:
+        super().__init__(f"{detail}; {remedy}")
+        self.reason = reason
+        self.detail = detail
+        self.remedy = remedy
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """What works on this host, and why not where it does not. Empty texts where it does."""
+
+    name: str
+    available: bool
+    reason: str = ""
+    detail: str = ""
+    remedy: str = ""
+
+    @classmethod
+    def refused(cls, name: str, refusal: Refused) -> Feature:
+        return cls(name, False, refusal.reason, refusal.detail, refusal.remedy)
+
+
+class Kernel:
+    """The running kernel as far as loading BPF depends on it."""
+
+    def __init__(self) -> None:
+        """Raises Refused where no BPF program can be loaded at all."""
+        try:
+            libbpf.version()
+        except LibbpfMissing as error:
+            raise Refused("no libbpf", str(error), "then start the exporter again") from error
+        if missing := _missing_capabilities():
+            raise Refused(
+                "no right",
+                f"the exporter lacks {missing}",
+                "run it as root, or grant CAP_BPF and CAP_PERFMON (before 5.8: CAP_SYS_ADMIN)",
+            )
+        if not os.path.exists(BTF):
+            raise Refused(
+                "no BTF",
+                f"the kernel offers no type information ({BTF} is absent)",
+                "boot a kernel built with CONFIG_DEBUG_INFO_BTF=y, as all distributions' are",
+            )
+        if _lockdown() == "confidentiality":
+            raise Refused(
+                "lockdown",
+                "the kernel is locked down for confidentiality, BPF may not read its memory",
+                "boot with lockdown=integrity, or without",
+            )
+        self.btf = KernelBtf()
+
+    def close(self) -> None:
+        self.btf.close()
+
+    def arity(self, tracepoint: str, known: Iterable[int]) -> int:
+        """Number of a tracepoint's arguments, which must be one that we have a program for."""
+        arity = self.btf.tracepoint_arity(tracepoint)
+        if arity is None:
+            raise Refused(
+                "no tracepoint",
+                f"the kernel has no tracepoint {tracepoint}",
+                "use a kernel from 5.10 on, built with CONFIG_TRACEPOINTS and CONFIG_BLOCK",
+            )
+        if arity not in known:
+            raise Refused(
+                "unknown tracepoint",
+                f"tracepoint {tracepoint} has {arity} arguments on this kernel, which this version "
+                "does not know",
+                "upgrade writeback-exporter",
+            )
+        return arity
+
+    def has_cmpxchg(self) -> bool:
+        """Whether BPF has the atomic compare-and-exchange instruction (5.12 on x86-64)."""
+        try:
+            libbpf.load_instructions(_SOCKET_FILTER, _CMPXCHG, "cmpxchg")
+        except BpfError:
+            return False
+        return True
+
+
+_SOCKET_FILTER = 1  # BPF_PROG_TYPE_SOCKET_FILTER: the type with the least demands
+_CMPXCHG = b"".join(
+    struct.pack("=BBhi", code, registers, offset, immediate)
+    for code, registers, offset, immediate in (
+        (0xB7, 0x00, 0, 0),  # r0 = 0
+        (0x7B, 0x0A, -8, 0),  # *(u64 *)(r10 - 8) = r0
+        (0xB7, 0x01, 0, 1),  # r1 = 1
+        (0xDB, 0x1A, -8, 0xF1),  # r0 = cmpxchg_64(r10 - 8, r0, r1)
+        (0xB7, 0x00, 0, 0),  # r0 = 0
+        (0x95, 0x00, 0, 0),  # exit
+    )
+)
+
+
+def open_file(name: str) -> ObjectFile:
+    """The compiled object of bpf/NAME.bpf.c; BadObject where it is not of this version."""
+    file = ObjectFile(str(OBJECTS / f"{name}.bpf.o"))
+    if file.version != __version__:
+        raise BadObject(
+            f"{file.path} was built for version {file.version}, this is {__version__}; reinstall "
+            "writeback-exporter, or run `make bpf` in its source"
+        )
+    return file
+
+
+def load(file: ObjectFile, programs: Iterable[str], constants: Mapping[str, int]) -> Object:
+    """Loads and attaches these programs of the object, and no others; all or none.
+
+    Raises Refused, with what the kernel said.
+    """
+    opened = None
+    try:
+        opened = Object(file)
+        wanted = set(programs)
+        for program in opened.programs.values():
+            program.autoload = program.name in wanted
+        opened.set_constants(**constants)
+        opened.load()
+        for program in opened.programs.values():
+            if program.autoload:
+                opened.attach(program.name)
+        return opened
+    except BpfError as error:
+        if opened:
+            opened.close()
+        raise _refusal(error) from error
+
+
+def _refusal(error: BpfError) -> Refused:
+    if error.errno in (errno.EPERM, errno.EACCES) and "processed" not in "".join(error.log):
+        return Refused(
+            "not permitted",
+            str(error),
+            "allow bpf(2) in the container's seccomp profile and LSM; fentry is besides missing in "
+            "kernels without CONFIG_DYNAMIC_FTRACE_WITH_DIRECT_CALLS",
+        )
+    if error.errno in (errno.ENOMEM, errno.E2BIG):
+        return Refused(
+            "no memory",
+            str(error),
+            "raise the memory limit of the exporter's cgroup (before 5.11: RLIMIT_MEMLOCK)",
+        )
+    if error.errno in (errno.ENOENT, errno.ESRCH):
+        return Refused("not in this kernel", str(error), "use another kernel, or do without")
+    return Refused(
+        "refused by the kernel",
+        str(error),
+        "report this, with the output of `writeback-exporter doctor`, as a bug",
+    )
+
+
+def _missing_capabilities() -> str:
+    effective = 0
+    with open("/proc/self/status", encoding="ascii") as status:
+        for line in status:
+            if line.startswith("CapEff:"):
+                effective = int(line.split()[1], 16)
+    if effective >> _CAP_SYS_ADMIN & 1:
+        return ""
+    needed = {"CAP_BPF": _CAP_BPF, "CAP_PERFMON": _CAP_PERFMON}
+    return " and ".join(name for name, bit in needed.items() if not effective >> bit & 1)
+
+
+def _lockdown() -> str:
+    try:
+        text = Path("/sys/kernel/security/lockdown").read_text(encoding="ascii")
+    except OSError:
+        return "none"  # no lockdown LSM, or securityfs not mounted
+    return text[text.find("[") + 1 : text.find("]")]
