@@ -106,12 +106,16 @@ struct disk_id {
 	__u64 dev;
 };
 
+struct io_depth {
+	enum io_depth_exponents exponents[0];
+	__u64 sum;
+	__u64 slots[SLOTS(IO_DEPTH_FIRST, IO_DEPTH_LAST)];
+};
+
 struct disk {
-	enum io_depth_exponents depth_exponents[0];
 	struct disk_id id;
 	__u64 inflight;
-	__u64 depth_sum;
-	__u64 depth_slots[SLOTS(IO_DEPTH_FIRST, IO_DEPTH_LAST)];
+	struct io_depth depth;
 	/* What found no room in block_io: attributed to no cgroup, but not lost. */
 	struct io_histograms other[IO_OPS];
 	char name[32];
@@ -176,7 +180,7 @@ enum drop {
 	DROP_BLOCK_IO_ERRORS,  /* counted in histograms, error not */
 	DROP_DISKS,	       /* request not counted */
 	DROP_REQUESTS_SPILLED, /* request not counted */
-	DROP_REQUESTS_UNENDED, /* ended without an event that we saw; not counted */
+	DROP_REQUESTS, /* ended without an event that we saw; not counted */
 	DROPS,
 };
 
@@ -393,7 +397,7 @@ static __always_inline int insert(struct request *rq, bool slots)
 			return 0;
 	} else if (state->issue_ns) {
 		leave_disk(state->disk);
-		drop(DROP_REQUESTS_UNENDED);
+		drop(DROP_REQUESTS);
 	} else if (state->arrival_ns) { /* requeued, and inserted again */
 		return 0;
 	}
@@ -428,7 +432,7 @@ static __always_inline int issue(struct request *rq, bool slots)
 		/* The request's memory is in use again, and we never saw the end of its last use.
 		 */
 		leave_disk(state->disk);
-		drop(DROP_REQUESTS_UNENDED);
+		drop(DROP_REQUESTS);
 		state->arrival_ns = 0;
 	}
 	if (!state->arrival_ns)
@@ -445,8 +449,8 @@ static __always_inline int issue(struct request *rq, bool slots)
 		add(&disk->inflight, 1);
 		depth = disk->inflight;
 	}
-	add(&disk->depth_sum, depth);
-	add(&disk->depth_slots[slot_of(depth, IO_DEPTH_FIRST, IO_DEPTH_LAST)], 1);
+	add(&disk->depth.sum, depth);
+	add(&disk->depth.slots[slot_of(depth, IO_DEPTH_FIRST, IO_DEPTH_LAST)], 1);
 	return 0;
 }
 

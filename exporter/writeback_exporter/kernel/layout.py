@@ -143,6 +143,13 @@ class ObjectFile:
                 return {member: value for member, _, value in kind.members}
         raise self._foreign(f"enum {name}")
 
+    def struct(self, name: str) -> Layout:
+        """A struct that some map's value is or holds."""
+        for type_id, described in enumerate(self._types):
+            if described.kind == _STRUCT and described.name == name:
+                return self._layout(type_id)
+        raise self._foreign(f"struct {name}")
+
     @cached_property
     def maps(self) -> dict[str, MapLayout]:
         """Layouts by map, from the definitions in section .maps."""

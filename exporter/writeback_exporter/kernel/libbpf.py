@@ -32,7 +32,7 @@ _SampleFn = C.CFUNCTYPE(_INT, _PTR, _PTR, _SIZE)
 
 
 class _OpenOptions(C.Structure):
-    """struct bpf_object_open_opts as far as libbpf 1.0 had it; `sz` tells libbpf how far that is."""
+    """struct bpf_object_open_opts up to where libbpf 1.0 had it, which is what `sz` tells."""
 
     _fields_ = (
         ("sz", _SIZE),
@@ -131,14 +131,16 @@ class LibbpfMissing(Exception):
     """libbpf.so.1 cannot be loaded; the message says what to install."""
 
 
-@_PrintFn
-def _print(level: int, message: int, arguments: int) -> int:
+def _keep_message(level: int, message: int, arguments: int) -> int:
     # The va_list arrives as a pointer, on x86-64 and on aarch64.
     if level == _WARN:
         buffer = C.create_string_buffer(_MESSAGE_SIZE)
         _libc.vsnprintf(buffer, C.c_size_t(_MESSAGE_SIZE), _PTR(message), _PTR(arguments))
         _pending().append(buffer.value.decode(errors="replace").rstrip())
     return 0
+
+
+_keep_message_c = _PrintFn(_keep_message)  # must live as long as libbpf
 
 
 def _pending() -> list[str]:
@@ -171,7 +173,7 @@ class _Library:
                 f"libbpf.so.1 cannot be used ({error}); install libbpf 1.0 or newer "
                 "(Debian package libbpf1)"
             ) from error
-        lib.libbpf_set_print(_print)
+        lib.libbpf_set_print(_keep_message_c)
         return lib
 
 
@@ -534,7 +536,7 @@ def load_instructions(program_type: int, instructions: bytes, name: str) -> None
 
 
 def enable_stats() -> int:
-    """Turns on the kernel's count of runs and time of BPF programs until the descriptor is closed."""
+    """The kernel counts runs and time of BPF programs until this descriptor is closed."""
     return _checked(_lib.bpf_enable_stats(0), "enable BPF statistics")
 
 

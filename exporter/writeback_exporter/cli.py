@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: serve, doctor, snapshot."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import NoReturn, TypeVar
+
+from writeback_exporter import __version__, doctor
+from writeback_exporter.exporter import COLLECTORS, Exporter
+from writeback_exporter.kernel.layout import BadObject
+from writeback_exporter.logs import FORMATS, LEVELS, set_up_logging
+from writeback_exporter.metrics.exposition import negotiate, render
+from writeback_exporter.names.cgroups import CgroupfsError
+from writeback_exporter.settings import Settings, duration, telemetry_path
+from writeback_exporter.web.landing import Landing
+from writeback_exporter.web.server import Address, ListenError, Server
+
+_USAGE, _FAILURE = 2, 1
+_T = TypeVar("_T")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command; its exit status: 0, 1 where it failed, 2 where it was asked wrongly."""
+    arguments = _parser().parse_args(argv)
+    set_up_logging(arguments.log_level, arguments.log_format)
+    settings = Settings(
+        listen=tuple(arguments.listen or [Address.parse(":10435")]),
+        telemetry_path=arguments.telemetry_path,
+        collectors=frozenset(name for name in COLLECTORS if getattr(arguments, name)),
+        procfs=arguments.procfs,
+        sysfs=arguments.sysfs,
+        cgroupfs=arguments.cgroupfs,
+    )
+    try:
+        if arguments.command == "doctor":
+            return doctor.examine(settings)
+        if arguments.command == "snapshot":
+            return _snapshot(settings, arguments.duration, arguments.output)
+        return _serve(settings)
+    except (BadObject, CgroupfsError, ListenError, OSError) as error:
+        print(f"writeback-exporter: {error}", file=sys.stderr)
+        return _FAILURE
+    except KeyboardInterrupt:
+        return 128 + 2  # as a shell reports SIGINT
+
+
+def _serve(settings: Settings) -> int:
+    exporter = Exporter(settings)
+    started = False
+
+    def landing() -> Landing:
+        return Landing(__version__, [(f.name, f.available, f.reason) for f in exporter.features])
+
+    # The port first: where it is taken, nothing is loaded into the kernel.
+    server = Server(
+        settings.listen, settings.telemetry_path, exporter.collect, landing, lambda: started
+    )
+    server.bind()
+    try:
+        exporter.start()
+        started = True
+        server.run()
+    finally:
+        exporter.close()
+    return 0
+
+
+def _snapshot(settings: Settings, seconds: float, output: str) -> int:
+    exporter = Exporter(settings)
+    try:
+        exporter.start()
+        time.sleep(seconds)
+        text = b"".join(render(exporter.collect(), negotiate("")))
+    finally:
+        exporter.close()
+    if output == "-":
+        sys.stdout.buffer.write(text)
+        sys.stdout.flush()
+    else:
+        _replace(output, text)
+    return 0 if doctor.main_signals(settings, exporter.features) else _FAILURE
+
+
+def _replace(path: str, text: bytes) -> None:
+    """Writes a file so that a reader sees the old one or the new one, and never a part."""
+    directory = os.path.dirname(path) or "."
+    try:
+        descriptor, temporary = tempfile.mkstemp(prefix=".writeback-exporter.", dir=directory)
+        try:
+            with os.fdopen(descriptor, "wb") as stream:
+                stream.write(text)
+                os.fchmod(stream.fileno(), 0o644)
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+    except OSError as error:
+        raise OSError(f"cannot write {path}: {error.strerror}") from error
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(_USAGE, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="writeback-exporter",
+        description="Exports, per cgroup, dirty throttling and block IO latency from eBPF.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    parser.add_argument(
+        "command",
+        nargs="?",
+        choices=("serve", "doctor", "snapshot"),
+        default="serve",
+        help="serve metrics over HTTP (default); doctor: say what works on this host, what does "
+        "not, and what to do; snapshot: observe for a while and write the metrics once",
+    )
+    web = parser.add_argument_group("serve")
+    web.add_argument(
+        "--web.listen-address",
+        dest="listen",
+        action="append",
+        type=_checked(Address.parse),
+        metavar="HOST:PORT",
+        help="address to listen on, may be repeated (default :10435)",
+    )
+    web.add_argument(
+        "--web.telemetry-path",
+        dest="telemetry_path",
+        default="/metrics",
+        type=_checked(telemetry_path),
+        metavar="PATH",
+        help="path of the metrics (default /metrics)",
+    )
+    snapshot = parser.add_argument_group("snapshot")
+    snapshot.add_argument(
+        "--snapshot.duration",
+        dest="duration",
+        default=5.0,
+        type=_checked(duration),
+        metavar="DURATION",
+        help="how long to observe (default 5s)",
+    )
+    snapshot.add_argument(
+        "--snapshot.output",
+        dest="output",
+        default="-",
+        metavar="FILE",
+        help="write to this file, atomically, for a textfile collector (default: stdout)",
+    )
+    collectors = parser.add_argument_group("collectors")
+    for name, probe in COLLECTORS.items():
+        collectors.add_argument(
+            f"--collector.{name}",
+            dest=name,
+            action=argparse.BooleanOptionalAction,
+            default=True,
+            help=(probe.__doc__ or "").splitlines()[0],
+        )
+    paths = parser.add_argument_group("paths")
+    for name, default in (("procfs", "/proc"), ("sysfs", "/sys"), ("cgroupfs", "/sys/fs/cgroup")):
+        paths.add_argument(
+            f"--path.{name}",
+            dest=name,
+            default=default,
+            metavar="DIRECTORY",
+            help=f"where {name} is mounted (default {default})",
+        )
+    logs = parser.add_argument_group("logs")
+    logs.add_argument("--log.level", dest="log_level", choices=LEVELS, default="info")
+    logs.add_argument("--log.format", dest="log_format", choices=FORMATS, default="logfmt")
+    return parser
+
+
+def _checked(convert: Callable[[str], _T]) -> Callable[[str], _T]:
+    """A converter whose own words reach the user; of a ValueError argparse would say nothing."""
+
+    def checked(text: str) -> _T:
+        try:
+            return convert(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return checked

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`writeback-exporter doctor`: what works on this host, what does not, why, and what to do."""
+
+from __future__ import annotations
+
+import logging
+import platform
+from collections.abc import Iterable
+
+from writeback_exporter import __version__
+from writeback_exporter.exporter import Exporter
+from writeback_exporter.kernel.loader import Feature
+from writeback_exporter.settings import Settings
+
+
+def main_signals(settings: Settings, features: Iterable[Feature]) -> bool:
+    """Whether all that the exporter is run for works: each collector that is switched on."""
+    available = {feature.name for feature in features if feature.available}
+    return settings.collectors <= available
+
+
+def examine(settings: Settings) -> int:
+    """Loads and attaches all for a moment and reports; 0 where the main signals work, else 1."""
+    # The report says it all, and in order.
+    logging.getLogger("writeback_exporter").setLevel(logging.CRITICAL)
+    exporter = Exporter(settings)
+    try:
+        exporter.start()
+        features = exporter.features
+        healthy = main_signals(settings, features)
+        print(f"writeback-exporter {__version__} on Linux {platform.release()}")
+        print(f"block IO is charged in {exporter.hierarchies.io.mount}")
+        print(f"throttled tasks are named by {exporter.hierarchies.task.mount}\n")
+        for feature in features:
+            _print(feature)
+        print(f"\n{'The main signals work here.' if healthy else 'Main signals are missing.'}")
+    finally:
+        exporter.close()
+    return 0 if healthy else 1
+
+
+def _print(feature: Feature) -> None:
+    print(f"{'ok ' if feature.available else 'NO '} {feature.name}")
+    if not feature.available:
+        print(f"      why:    {feature.detail} [{feature.reason}]")
+        print(f"      remedy: {feature.remedy}")

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The exporter without its command line and HTTP: starts the probes, and collects.
+
+kernel event -> BPF program -> map -> probe -> names -> Snapshot (-> exposition -> HTTP)
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+import threading
+import time
+from collections.abc import Callable
+
+from prometheus_client.metrics_core import Metric as PrometheusMetric
+
+from writeback_exporter import __version__
+from writeback_exporter.kernel import libbpf
+from writeback_exporter.kernel.loader import Feature, Kernel, Refused
+from writeback_exporter.metrics import catalogue
+from writeback_exporter.metrics.exposition import Snapshot, family
+from writeback_exporter.names.cgroups import Cgroups, find_hierarchies
+from writeback_exporter.names.devices import Devices
+from writeback_exporter.probes.base import Host, Probe
+from writeback_exporter.probes.block_io import BlockIo
+from writeback_exporter.probes.cgroup_lifecycle import CgroupLifecycle
+from writeback_exporter.probes.dirty_throttle import DirtyThrottle
+from writeback_exporter.settings import Settings
+
+log = logging.getLogger(__name__)
+
+COLLECTORS: dict[str, type[DirtyThrottle] | type[BlockIo]] = {
+    probe.name: probe for probe in (DirtyThrottle, BlockIo)
+}
+"""What --collector.NAME switches."""
+
+
+class Exporter:
+    """The probes that run on this host. `start`, then `collect` at each scrape, then `close`."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Raises CgroupfsError or BadObject, which no host can be blamed for."""
+        self.features: list[Feature] = []
+        self.hierarchies = find_hierarchies(settings.cgroupfs, settings.procfs)
+        self._host = Host(Cgroups(self.hierarchies), Devices(settings.sysfs))
+        self._lock = threading.Lock()
+        self._lifecycle = CgroupLifecycle(self._host.cgroups, self._lock)
+        self._probes: list[Probe] = [
+            probe() for name, probe in COLLECTORS.items() if name in settings.collectors
+        ]
+        # Last: its events then name all that the others have read.
+        self._probes.append(self._lifecycle)
+        self._running: list[Probe] = []
+        self._libbpf_version = ""
+
+    def start(self) -> None:
+        """Loads and attaches what this host allows; `features` then says what that is."""
+        try:
+            kernel = Kernel()
+            self._libbpf_version = libbpf.version()
+        except Refused as refusal:
+            self.features += [Feature.refused(probe.name, refusal) for probe in self._probes]
+            log.error("no BPF: %s", refusal)
+            return
+        try:
+            # The last one first: a cgroup that is made during the walk is learnt from its event.
+            for probe in reversed(self._probes):
+                self._start(probe, kernel)
+        finally:
+            kernel.close()
+        with self._lock:
+            self._host.cgroups.walk(time.monotonic())
+
+    def _start(self, probe: Probe, kernel: Kernel) -> None:
+        try:
+            more = probe.load(kernel, self.hierarchies)
+        except Refused as refusal:
+            log.error("%s is not available: %s", probe.name, refusal)
+            self.features.append(Feature.refused(probe.name, refusal))
+            if probe is not self._lifecycle:  # which then walks the tree at each scrape
+                return
+        else:
+            self.features += [Feature(probe.name, True), *more]
+        self._running.insert(0, probe)
+
+    def collect(self) -> Snapshot:
+        """All that is known now. A probe that fails is left out, and a metric says so."""
+        snapshot = Snapshot()
+        runs = [_Run(probe) for probe in self._running]
+        with self._lock:
+            # All maps first, the events of cgroups last: each id in a map has its name by then.
+            for run in runs:
+                run.attempt(run.probe.read)
+            for run in runs:
+                run.attempt(run.probe.fill, run.snapshot, self._host)
+            now = time.monotonic()
+            gone = self._host.cgroups.expired(now)
+            for run in runs:
+                run.attempt(run.probe.forget, gone, self._host, now)
+        for run in runs:
+            if run.error is None:
+                snapshot.families += run.snapshot.families
+                snapshot.histograms += run.snapshot.histograms
+        snapshot.families += self._about_collectors(runs) + self._about_maps() + self._about_self()
+        return snapshot
+
+    def close(self) -> None:
+        for probe in self._running:
+            probe.close()
+        self._running.clear()
+
+    def _about_self(self) -> list[PrometheusMetric]:
+        build = (__version__, platform.python_version(), self._libbpf_version)
+        return [
+            family(catalogue.EXPORTER_BUILD_INFO, [(build, 1)]),
+            family(
+                catalogue.EXPORTER_FEATURE_AVAILABLE,
+                (((f.name, f.reason), float(f.available)) for f in self.features),
+            ),
+        ]
+
+    def _about_maps(self) -> list[PrometheusMetric]:
+        probes = [probe for probe in self._running if probe.bpf]
+        use = {name: use for probe in probes for name, use in probe.use.items()}
+        dropped = {name: count for probe in probes for name, count in probe.drops().items()}
+        runs = {
+            f"{probe.name}/{program.name}": program.runs()
+            for probe in probes
+            for program in probe.programs()
+        }
+        return [
+            family(catalogue.EXPORTER_MAP_ENTRIES, (((m,), u.entries) for m, u in use.items())),
+            family(catalogue.EXPORTER_MAP_CAPACITY, (((m,), u.capacity) for m, u in use.items())),
+            family(catalogue.EXPORTER_MAP_DROPPED, (((m,), n) for m, n in dropped.items())),
+            family(catalogue.EXPORTER_PROGRAM_RUNS, (((p,), r.count) for p, r in runs.items())),
+            family(
+                catalogue.EXPORTER_PROGRAM_RUN_SECONDS,
+                (((p,), r.nanoseconds / 1e9) for p, r in runs.items()),
+            ),
+        ]
+
+    @staticmethod
+    def _about_collectors(runs: list[_Run]) -> list[PrometheusMetric]:
+        return [
+            family(
+                catalogue.EXPORTER_COLLECTOR_DURATION_SECONDS,
+                (((run.probe.name,), run.seconds) for run in runs),
+            ),
+            family(
+                catalogue.EXPORTER_COLLECTOR_SUCCESS,
+                (((run.probe.name,), float(run.error is None)) for run in runs),
+            ),
+        ]
+
+
+class _Run:
+    """One probe in one collection."""
+
+    def __init__(self, probe: Probe) -> None:
+        self.probe = probe
+        self.snapshot = Snapshot()
+        self.seconds = 0.0
+        self.error: Exception | None = None
+
+    def attempt(self, step: Callable[..., None], *arguments: object) -> None:
+        if self.error:
+            return
+        begin = time.perf_counter()
+        try:
+            step(*arguments)
+        except Exception as error:  # whatever it is, the other collectors go on
+            self.error = error
+            log.error("collector %s failed: %s", self.probe.name, error)
+            log.debug("its traceback", exc_info=True)
+        self.seconds += time.perf_counter() - begin

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cgroup ids to paths: hierarchies, one walk at start, and events from then on.
+
+An id is the inode number of the cgroup's directory; each hierarchy has an id space of its own. An
+exited cgroup keeps its name for as long as the kernel may still charge IO to it (until `release`)
+and then until its last samples were scraped.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import IntEnum
+from pathlib import Path
+
+UNATTRIBUTED = "unattributed"
+"""Label of what has no owner: flushes. No path starts without a slash, so none can collide."""
+OTHER = "other"
+"""Label of what is collapsed: cgroups beyond a map's capacity, or whose name is not known."""
+
+RETENTION_SECONDS = 120.0
+"""How long a released cgroup is exported at least: two scrapes at the usual longest interval, so
+that each of several Prometheus servers sees its last samples."""
+
+
+_EXITED_LIMIT = 50_000
+"""Names of exited cgroups kept where nobody scrapes; without the eldest, its rows are OTHER's."""
+
+
+class CgroupfsError(Exception):
+    """The cgroup file system is not where it was looked for; the message says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hierarchy:
+    """A cgroup hierarchy: the number that the kernel gives it (0 is v2) and its mount point."""
+
+    id: int
+    mount: str
+
+
+@dataclass(frozen=True, slots=True)
+class Hierarchies:
+    """Where this host's cgroups are: `io` owns block IO, `task` names the throttled task."""
+
+    io: Hierarchy
+    task: Hierarchy
+
+    @property
+    def all(self) -> set[Hierarchy]:
+        return {self.io, self.task}
+
+    @property
+    def memory_v1(self) -> bool:
+        """No v2 hierarchy is mounted, tasks are named by the v1 memory hierarchy."""
+        return self.task.id != 0
+
+
+def find_hierarchies(cgroupfs: str, procfs: str) -> Hierarchies:
+    """Finds the hierarchies below `cgroupfs` (/sys/fs/cgroup) on v2, hybrid and v1 hosts.
+
+    v2: one tree has all. Hybrid: v1 controllers, and a v2 tree beside them (`unified`) that names
+    every task's service. v1: each controller has a tree. Raises CgroupfsError.
+    """
+    numbers = _hierarchy_numbers(procfs)
+    root = Path(cgroupfs)
+    try:
+        if (root / "cgroup.controllers").exists():
+            v2 = Hierarchy(0, str(root))
+            return Hierarchies(v2, v2)
+        mounts = {entry.name: str(entry) for entry in sorted(root.iterdir()) if entry.is_dir()}
+    except OSError as error:
+        raise CgroupfsError(
+            f"cannot read the cgroup file system at {cgroupfs}: {error.strerror}; mount it there, "
+            "or say where it is with --path.cgroupfs"
+        ) from error
+
+    def v1(controller: str) -> Hierarchy | None:
+        for name, mount in mounts.items():
+            if controller in name.split(",") and os.path.exists(f"{mount}/cgroup.procs"):
+                return Hierarchy(numbers.get(controller, 0), mount)
+        return None
+
+    unified = next(
+        (mount for mount in mounts.values() if os.path.exists(f"{mount}/cgroup.controllers")), None
+    )
+    v2_beside = Hierarchy(0, unified) if unified else None
+    io = v1("blkio") or v2_beside
+    task = v2_beside or v1("memory")
+    if not io or not task:
+        raise CgroupfsError(
+            f"{cgroupfs} is no cgroup file system (neither cgroup.controllers, nor unified, nor "
+            "blkio and memory are in it); say where it is with --path.cgroupfs"
+        )
+    return Hierarchies(io, task)
+
+
+def _hierarchy_numbers(procfs: str) -> dict[str, int]:
+    # /proc/self/cgroup: "7:blkio:/path"; "0::/path" is v2.
+    try:
+        lines = Path(procfs, "self/cgroup").read_text(errors="surrogateescape").splitlines()
+    except OSError as error:
+        raise CgroupfsError(
+            f"cannot read {procfs}/self/cgroup: {error.strerror}; mount procfs there, or say where "
+            "it is with --path.procfs"
+        ) from error
+    numbers = {}
+    for line in lines:
+        number, controllers, _ = line.split(":", 2)
+        for controller in controllers.split(","):
+            numbers[controller] = int(number)
+    return numbers
+
+
+def printable(path: bytes) -> str:
+    """A path as a label value: bytes that are no UTF-8 become \\xNN."""
+    return path.decode("utf-8", "backslashreplace")
+
+
+class EventKind(IntEnum):
+    """As enum cgroup_event_kind in bpf/cgroup_lifecycle.bpf.c; a test compares them."""
+
+    MKDIR = 0
+    RENAME = 1
+    RMDIR = 2
+    RELEASE = 3
+
+
+@dataclass(slots=True)
+class _Exited:
+    path: str
+    released_at: float | None = None
+    scraped: bool = False
+
+
+@dataclass(slots=True)
+class _Tree:
+    hierarchy: Hierarchy
+    live: dict[int, str] = field(default_factory=dict)
+    exited: dict[int, _Exited] = field(default_factory=dict)
+    collapsed: set[int] = field(default_factory=set)
+    """Ids that were exported as OTHER once: they stay there, or OTHER's counters would go back."""
+
+
+class Cgroups:
+    """The names of all cgroups that IO or throttling can be charged to. Not thread-safe."""
+
+    def __init__(self, hierarchies: Hierarchies) -> None:
+        self.hierarchies = hierarchies
+        self._trees = {h.id: _Tree(h) for h in hierarchies.all}
+
+    def walk(self, now: float) -> None:
+        """Learns what is there now. At start, and after events were lost: what a former walk or
+        event knew and this one does not see has exited at `now`, a monotonic time in seconds."""
+        for tree in self._trees.values():
+            found = dict(_walk(tree.hierarchy.mount))
+            for cgroup in tree.live.keys() - found.keys():
+                tree.exited[cgroup] = _Exited(tree.live[cgroup], released_at=now)
+            tree.live = found
+
+    def apply(self, kind: EventKind, hierarchy: int, cgroup: int, path: bytes, now: float) -> None:
+        """Takes in one event of the kernel, in its order."""
+        tree = self._trees.get(hierarchy)
+        if tree is None:
+            return
+        if kind is EventKind.MKDIR:
+            tree.live[cgroup] = printable(path)
+            # Nothing to forget: an id is never used twice (kernfs counts up).
+        elif kind is EventKind.RENAME:
+            _rename(tree, cgroup, printable(path))
+        elif kind is EventKind.RMDIR:
+            tree.exited.setdefault(cgroup, _Exited(tree.live.pop(cgroup, printable(path))))
+        elif kind is EventKind.RELEASE:
+            exited = tree.exited.setdefault(cgroup, _Exited(printable(path)))
+            exited.released_at = now
+            tree.live.pop(cgroup, None)
+            if len(tree.exited) > _EXITED_LIMIT:
+                del tree.exited[next(iter(tree.exited))]
+
+    def name(self, hierarchy: Hierarchy, cgroup: int) -> str:
+        """The label of a cgroup: its path below the hierarchy's root, or UNATTRIBUTED or OTHER."""
+        if not cgroup:
+            return UNATTRIBUTED
+        tree = self._trees[hierarchy.id]
+        if cgroup in tree.collapsed:
+            return OTHER
+        path = tree.live.get(cgroup)
+        if path is not None:
+            return path
+        exited = tree.exited.get(cgroup)
+        if exited is not None:
+            return exited.path
+        tree.collapsed.add(cgroup)
+        return OTHER
+
+    def expired(self, now: float) -> set[tuple[int, int]]:
+        """(hierarchy, id) of the cgroups whose series may go, and marks the rest as scraped."""
+        gone = set()
+        for tree in self._trees.values():
+            for cgroup, exited in tree.exited.items():
+                if exited.released_at is None:
+                    continue
+                if exited.scraped and now - exited.released_at >= RETENTION_SECONDS:
+                    gone.add((tree.hierarchy.id, cgroup))
+                exited.scraped = True
+        return gone
+
+    def forget(self, gone: set[tuple[int, int]]) -> None:
+        for hierarchy, cgroup in gone:
+            del self._trees[hierarchy].exited[cgroup]
+            self._trees[hierarchy].collapsed.discard(cgroup)
+
+    def labels_in_use(self, hierarchy: Hierarchy, gone: set[tuple[int, int]]) -> set[str]:
+        """The labels of a hierarchy that stay when `gone` are forgotten: a path may have a new
+        cgroup by then, as that of a service that was started again."""
+        tree = self._trees[hierarchy.id]
+        exited = (e.path for c, e in tree.exited.items() if (hierarchy.id, c) not in gone)
+        return {UNATTRIBUTED, OTHER, *tree.live.values(), *exited}
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Numbers of live and of exited cgroups."""
+        trees = self._trees.values()
+        return sum(len(t.live) for t in trees), sum(len(t.exited) for t in trees)
+
+
+def _rename(tree: _Tree, cgroup: int, path: str) -> None:
+    # Only v1 can rename; the cgroups below move with it.
+    old = tree.live.get(cgroup)
+    tree.live[cgroup] = path
+    if old is not None:
+        below = old + "/"
+        for other, name in tree.live.items():
+            if name.startswith(below):
+                tree.live[other] = f"{path}/{name[len(below) :]}"
+
+
+def _walk(mount: str) -> Iterator[tuple[int, str]]:
+    """(id, path) of every cgroup of a mounted hierarchy, without those that vanish meanwhile."""
+    top = os.fsencode(mount)
+    try:
+        yield os.stat(top).st_ino, "/"
+    except OSError as error:
+        raise CgroupfsError(
+            f"cannot read the cgroup file system at {mount}: {error.strerror}; run the exporter as "
+            "root, or say where it is with --path.cgroupfs"
+        ) from error
+    pending = [b""]
+    while pending:
+        parent = pending.pop()
+        try:
+            with os.scandir(top + parent) as entries:
+                children = [e for e in entries if e.is_dir(follow_symlinks=False)]
+                for entry in children:
+                    path = parent + b"/" + entry.name
+                    yield entry.inode(), printable(path)
+                    pending.append(path)
+        except OSError:
+            continue

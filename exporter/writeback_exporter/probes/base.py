@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the probes share: their life, and tables of histogram rows by label."""
+
+from __future__ import annotations
+
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from writeback_exporter.kernel.layout import Layout, ObjectFile
+from writeback_exporter.kernel.libbpf import Map, Object, Program
+from writeback_exporter.kernel.loader import Feature, Kernel, open_file
+from writeback_exporter.metrics.catalogue import Metric
+from writeback_exporter.metrics.exposition import HistogramFamily, HistogramRow, Labels, Snapshot
+from writeback_exporter.names.cgroups import Cgroups, Hierarchies
+from writeback_exporter.names.devices import Devices
+
+Row = tuple[bytes, Labels, bytes | memoryview]
+"""An entry of a map: its key, the labels that the key stands for, its value."""
+
+
+@dataclass(slots=True)
+class MapUse:
+    """Entries in a map and how many it can hold."""
+
+    entries: int
+    capacity: int
+
+
+@dataclass(slots=True)
+class Host:
+    """What a probe needs to know of the host to name what it counted."""
+
+    cgroups: Cgroups
+    devices: Devices
+
+
+class Probe(ABC):
+    """A BPF object with its reader.
+
+    `load` once; then, at each scrape, `read` copies the maps, `fill` turns the copies into
+    families, and `forget` drops what has been exported for the last time.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self) -> None:
+        self.file: ObjectFile = open_file(self.name)
+        self.bpf: Object | None = None
+        self.use: dict[str, MapUse] = {}
+
+    @abstractmethod
+    def load(self, kernel: Kernel, hierarchies: Hierarchies) -> list[Feature]:
+        """Loads and attaches; the features beside the main one. Raises Refused."""
+
+    @abstractmethod
+    def read(self) -> None:
+        """Copies the maps."""
+
+    @abstractmethod
+    def fill(self, snapshot: Snapshot, host: Host) -> None:
+        """Adds the families of what `read` copied."""
+
+    @abstractmethod
+    def forget(self, gone: set[tuple[int, int]], host: Host, now: float) -> None:
+        """Deletes the entries of these (hierarchy, cgroup) and of devices that are gone."""
+
+    def drops(self) -> dict[str, int]:
+        """Events that found no room, by map."""
+        name = self.file.enum("drop")
+        value = self._map("drops").lookup(bytes(4)) or b""
+        counts = struct.unpack(f"={len(value) // 8}Q", value)
+        return {
+            reason.removeprefix("DROP_").lower(): counts[index]
+            for reason, index in name.items()
+            if index < len(counts)
+        }
+
+    def programs(self) -> list[Program]:
+        """Those that run on this kernel."""
+        assert self.bpf is not None, "load() comes first"
+        return [program for program in self.bpf.programs.values() if program.autoload]
+
+    def close(self) -> None:
+        if self.bpf:
+            self.bpf.close()
+            self.bpf = None
+
+    def _key_layout(self, name: str) -> Layout:
+        layout = self.file.map(name).key
+        assert layout is not None, f"the key of {name} is a plain number"
+        return layout
+
+    def _value_layout(self, name: str) -> Layout:
+        layout = self.file.map(name).value
+        assert layout is not None, f"the value of {name} is a plain number"
+        return layout
+
+    def _map(self, name: str) -> Map:
+        assert self.bpf is not None, "load() comes first"
+        return self.bpf.maps[name]
+
+    def _dump(self, name: str) -> list[tuple[bytes, memoryview]]:
+        """A map's entries; notes how full it is."""
+        source = self._map(name)
+        keys, values = source.dump()
+        view, key_size, size = memoryview(values), source.key_size, source.value_size
+        count = len(keys) // key_size
+        self.use[name] = MapUse(count, source.max_entries)
+        return [
+            (keys[i * key_size : (i + 1) * key_size], view[i * size : (i + 1) * size])
+            for i in range(count)
+        ]
+
+
+class Table:
+    """Rows of a map by label set. A row is a struct of 64 bit counters as the kernel has it, and
+    keys of one label set, as two cgroups that had the same path one after the other, are one row.
+
+    What leaves a map while its label set stays in use is carried from table to table, so that no
+    counter ever goes backwards.
+    """
+
+    def __init__(self, carried: Mapping[Labels, bytes]) -> None:
+        self.rows: dict[Labels, bytes | memoryview] = dict(carried)
+
+    def add(self, labels: Labels, row: bytes | memoryview) -> None:
+        old = self.rows.get(labels)
+        self.rows[labels] = row if old is None else _sum(old, row)
+
+    def histogram(
+        self, metric: Metric, first_exponent: int, picked: struct.Struct
+    ) -> HistogramFamily:
+        """A family of what `picked` unpacks of each row: the sum, then the slots."""
+
+        def histogram_rows() -> Iterator[HistogramRow]:
+            for labels, row in self.rows.items():
+                total, *slots = picked.unpack(row)
+                yield labels, slots, total
+
+        return HistogramFamily(metric, first_exponent, histogram_rows)
+
+
+def carry(
+    carried: Mapping[Labels, bytes],
+    leaving: Iterable[tuple[Labels, bytes]],
+    in_use: Callable[[Labels], bool],
+) -> dict[Labels, bytes]:
+    """What the next tables carry: what this one did and what is leaving, of the label sets that
+    are still in use."""
+    table = Table(carried)
+    for labels, row in leaving:
+        table.add(labels, row)
+    return {labels: bytes(row) for labels, row in table.rows.items() if in_use(labels)}
+
+
+def _sum(left: bytes | memoryview, right: bytes | memoryview) -> bytes:
+    numbers = struct.Struct(f"={len(left) // 8}Q")
+    return numbers.pack(*map(int.__add__, numbers.unpack(left), numbers.unpack(right)))

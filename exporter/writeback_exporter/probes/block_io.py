@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Block IO by (cgroup, disk, op): bpf/block_io.bpf.c."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
+
+from writeback_exporter.kernel.loader import Feature, Kernel, load
+from writeback_exporter.metrics import catalogue
+from writeback_exporter.metrics.exposition import HistogramFamily, Labels, Snapshot, family
+from writeback_exporter.names.cgroups import (
+    OTHER,
+    RETENTION_SECONDS,
+    Cgroups,
+    Hierarchies,
+    Hierarchy,
+)
+from writeback_exporter.names.devices import Devices
+from writeback_exporter.probes.base import Host, Probe, Row, Table, carry
+
+# BLK_STS_* (include/linux/blk_types.h); what follows 13 was renumbered between kernels.
+_STATUS = {
+    1: "not_supported",
+    2: "timeout",
+    3: "no_space",
+    4: "transport",
+    5: "target",
+    6: "reservation_conflict",
+    7: "medium",
+    8: "protection",
+    9: "no_resource",
+    10: "io",
+    11: "requeue",
+    12: "again",
+    13: "device_resource",
+}
+# Up to 5.17 the tracepoint gave the errno that blk_status_to_errno() makes of the status. EBUSY is
+# the device's lack of resources (13).
+_ERRNO = {95: 1, 110: 2, 28: 3, 67: 4, 121: 5, 52: 6, 61: 7, 84: 8, 12: 9, 5: 10, 11: 12, 16: 13}
+
+
+_COUNT = struct.Struct("=Q")
+_INDEX = struct.Struct("=I")
+
+
+def error_name(status: int) -> str:
+    """The label of a completion's status: BLK_STS_* where positive, -errno where negative."""
+    return _STATUS.get(status if status > 0 else _ERRNO.get(-status, 0), "other")
+
+
+@dataclass(slots=True)
+class _Disk:
+    """A disk that had IO, as `read` found it."""
+
+    index: int
+    identity: bytes
+    """Key in disk_index."""
+    dev: str
+    value: bytes
+    name: str
+    gone_since: float | None = None
+
+
+class BlockIo(Probe):
+    """Device and queue time, size, errors by owner; depth and requests in flight by disk."""
+
+    name = "block_io"
+
+    def __init__(self) -> None:
+        super().__init__()
+        histograms = self.file.struct("io_histograms")
+        depth = self.file.struct("io_depth")
+        disk = self._value_layout("disks")
+        latency = self.file.enum("io_latency_exponents")["IO_LATENCY_FIRST"]
+        self._histograms = [
+            (metric, first, histograms.pick(total, slots))
+            for metric, first, total, slots in (
+                (catalogue.BLOCK_IO_DEVICE_SECONDS, latency, "device_ns", "device_slots"),
+                (catalogue.BLOCK_IO_QUEUE_SECONDS, latency, "queue_ns", "queue_slots"),
+                (
+                    catalogue.BLOCK_IO_SIZE_BYTES,
+                    self.file.enum("io_size_exponents")["IO_SIZE_FIRST"],
+                    "size_bytes",
+                    "size_slots",
+                ),
+            )
+        ]
+        self._depth = (
+            self.file.enum("io_depth_exponents")["IO_DEPTH_FIRST"],
+            depth.pick("sum", "slots"),
+        )
+        self._histograms_size = histograms.size
+        self._ops = [
+            op.removeprefix("IO_").lower() for op in self.file.enum("io_op") if op != "IO_OPS"
+        ]
+        self._other_at = [
+            disk.fields[f"other[{i}].device_ns"].offset for i in range(len(self._ops))
+        ]
+        start = disk.fields["depth.sum"].offset
+        self._depth_at = slice(start, start + depth.size)
+        self._disk_state = disk.pick("inflight", "name")
+        self._key = self._key_layout("block_io").pick("cgroup", "disk", "op")
+        self._error_key = self._key_layout("block_io_errors").pick("cgroup", "disk", "op", "status")
+        self._owner = self._key_layout("block_io").pick("cgroup", "disk")
+        self._identity = self._key_layout("disk_index").pick("gendisk", "dev")
+
+        self._hierarchy = Hierarchy(0, "")
+        self._io: list[tuple[bytes, memoryview]] = []
+        self._errors: list[tuple[bytes, memoryview]] = []
+        self._disks: dict[int, _Disk] = {}
+        self._carried: dict[Labels, bytes] = {}
+        self._carried_errors: dict[Labels, bytes] = {}
+        self._carried_depth: dict[Labels, bytes] = {}
+
+    def load(self, kernel: Kernel, hierarchies: Hierarchies) -> list[Feature]:
+        arity = kernel.arity("block_rq_issue", known=(1, 2))
+        slots = kernel.has_cmpxchg()
+        kind = "slots" if slots else "hash"
+        events = ["insert", "issue", "requeue", "complete"]
+        if kernel.btf.tracepoint_arity("block_rq_merge") is not None:
+            events.append("merge")
+        self.bpf = load(
+            self.file,
+            [f"{event}_{kind}" for event in events],
+            {"queue_argument": arity == 2},
+        )
+        self._hierarchy = hierarchies.io
+        if slots:
+            return [Feature("block_io_request_slots", True)]
+        return [
+            Feature(
+                "block_io_request_slots",
+                False,
+                "no cmpxchg",
+                "BPF cannot compare and exchange on this kernel: requests are kept in a hash map, "
+                "which costs more time an IO and counts the same",
+                "use a kernel from 5.12 on",
+            )
+        ]
+
+    def read(self) -> None:
+        # Histograms first: a disk or cgroup that is in them is then known to what is read later.
+        self._io = self._dump("block_io")
+        self._errors = self._dump("block_io_errors")
+        self._dump("requests_spilled")
+        self._read_disks()
+
+    def _read_disks(self) -> None:
+        known = self._disks
+        self._disks = {}
+        disks = self._map("disks")
+        for identity, packed_index in self._dump("disk_index"):
+            (index,) = _INDEX.unpack(packed_index)
+            _, dev = self._identity.unpack(identity)
+            value = disks.lookup(_INDEX.pack(index)) or b""
+            *_, name = self._disk_state.unpack(value)
+            disk = _Disk(
+                index,
+                identity,
+                f"{dev >> 32}:{dev & 0xFFFFFFFF}",
+                value,
+                name.split(b"\0", 1)[0].decode("utf-8", "backslashreplace"),
+            )
+            old = known.get(index)
+            if old and old.identity == disk.identity:
+                disk.gone_since = old.gone_since
+            self._disks[index] = disk
+
+    def fill(self, snapshot: Snapshot, host: Host) -> None:
+        table = self._table(host.cgroups)
+        snapshot.histograms += [table.histogram(*histogram) for histogram in self._histograms]
+        snapshot.histograms.append(self._depth_family())
+
+        inflight: dict[Labels, float] = {}
+        for disk in self._disks.values():
+            requests, _ = self._disk_state.unpack(disk.value)
+            labels: Labels = (disk.name,)
+            inflight[labels] = inflight.get(labels, 0) + requests
+        snapshot.families.append(family(catalogue.BLOCK_IO_INFLIGHT, inflight.items()))
+
+        errors = Table(self._carried_errors)
+        for _, labels, row in self._error_rows(host.cgroups):
+            errors.add(labels, row)
+        snapshot.families.append(
+            family(
+                catalogue.BLOCK_IO_ERRORS,
+                ((labels, _COUNT.unpack(row)[0]) for labels, row in errors.rows.items()),
+            )
+        )
+
+    def _table(self, cgroups: Cgroups) -> Table:
+        table = Table(self._carried)
+        for _, labels, row in self._rows(cgroups):
+            table.add(labels, row)
+        for labels, row in self._other_rows(self._disks):
+            table.add(labels, row)
+        return table
+
+    def _other_rows(self, disks: Mapping[int, _Disk]) -> Iterator[tuple[Labels, bytes]]:
+        """What found no room in block_io, by disk and op."""
+        empty = bytes(self._histograms_size)
+        for disk in disks.values():
+            for op, start in zip(self._ops, self._other_at, strict=True):
+                row = disk.value[start : start + self._histograms_size]
+                if row != empty:
+                    yield (OTHER, disk.name, op), row
+
+    def _depth_family(self) -> HistogramFamily:
+        table = Table(self._carried_depth)
+        for disk in self._disks.values():
+            table.add((disk.name,), disk.value[self._depth_at])
+        return table.histogram(catalogue.BLOCK_IO_DEPTH, *self._depth)
+
+    def _rows(self, cgroups: Cgroups) -> Iterator[Row]:
+        for key, row in self._io:
+            cgroup, disk, op = self._key.unpack(key)
+            name = cgroups.name(self._hierarchy, cgroup)
+            yield key, (name, self._disks[disk].name, self._ops[op]), row
+
+    def _error_rows(self, cgroups: Cgroups) -> Iterator[Row]:
+        for key, row in self._errors:
+            cgroup, disk, op, status = self._error_key.unpack(key)
+            name = cgroups.name(self._hierarchy, cgroup)
+            yield key, (name, self._disks[disk].name, self._ops[op], error_name(status)), row
+
+    def forget(self, gone: set[tuple[int, int]], host: Host, now: float) -> None:
+        dead_disks = self._dead_disks(host.devices, now)
+        dead_cgroups = {cgroup for tree, cgroup in gone if tree == self._hierarchy.id}
+        if not dead_disks and not dead_cgroups:
+            return
+        cgroups = host.cgroups.labels_in_use(self._hierarchy, gone)
+        disks = {disk.name for disk in self._disks.values() if disk.index not in dead_disks}
+
+        def leaving(rows: Iterator[Row], bpf_map: str) -> Iterator[tuple[Labels, bytes]]:
+            for key, labels, _ in list(rows):
+                cgroup, disk = self._owner.unpack_from(key)
+                if cgroup in dead_cgroups or disk in dead_disks:
+                    row = self._map(bpf_map).lookup_and_delete(key)
+                    if row is not None:
+                        yield labels, row
+
+        def in_use(labels: Labels) -> bool:
+            return labels[0] in cgroups and labels[1] in disks
+
+        self._carried = carry(
+            self._carried,
+            chain(leaving(self._rows(host.cgroups), "block_io"), self._other_rows(dead_disks)),
+            in_use,
+        )
+        self._carried_errors = carry(
+            self._carried_errors,
+            leaving(self._error_rows(host.cgroups), "block_io_errors"),
+            in_use,
+        )
+        self._carried_depth = carry(
+            self._carried_depth,
+            (((d.name,), d.value[self._depth_at]) for d in dead_disks.values()),
+            lambda labels: labels[0] in disks,
+        )
+        for disk in dead_disks.values():
+            index = _INDEX.pack(disk.index)
+            self._map("disks").update(index, bytes(len(disk.value)))
+            self._map("disk_index").delete(disk.identity)
+            self._map("disk_owner").delete(index)
+
+    def _dead_disks(self, devices: Devices, now: float) -> dict[int, _Disk]:
+        """Disks that were unplugged long enough ago for their last samples to have been scraped."""
+        dead = {}
+        for disk in self._disks.values():
+            if devices.has_disk(disk.name, disk.dev):
+                disk.gone_since = None
+            elif disk.gone_since is None:
+                disk.gone_since = now
+            elif now - disk.gone_since >= RETENTION_SECONDS:
+                dead[disk.index] = disk
+        return dead

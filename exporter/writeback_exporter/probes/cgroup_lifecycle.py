@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps the names of cgroups true while they come and go: bpf/cgroup_lifecycle.bpf.c."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+
+from writeback_exporter.kernel.libbpf import RingBuffer
+from writeback_exporter.kernel.loader import Feature, Kernel, load
+from writeback_exporter.metrics import catalogue
+from writeback_exporter.metrics.exposition import Snapshot, family
+from writeback_exporter.names.cgroups import Cgroups, EventKind, Hierarchies
+from writeback_exporter.probes.base import Host, Probe
+
+_RECORDS = "cgroup_events"
+
+
+class CgroupLifecycle(Probe):
+    """Applies the kernel's cgroup events to the names, at each scrape and in between."""
+
+    name = "cgroup_lifecycle"
+
+    def __init__(self, cgroups: Cgroups, lock: threading.Lock) -> None:
+        """`lock` is held by whoever uses `cgroups`."""
+        super().__init__()
+        self._cgroups = cgroups
+        self._lock = lock
+        self._record = self._value_layout("scratch")
+        self._fields = self._record.pick("id", "hierarchy", "kind", "path")
+        self._ring: RingBuffer | None = None
+        self._follower: threading.Thread | None = None
+        self._stop_read, self._stop_write = -1, -1
+        self._dropped = 0
+
+    def load(self, kernel: Kernel, hierarchies: Hierarchies) -> list[Feature]:
+        kernel.arity("cgroup_mkdir", known=(2,))
+        self.bpf = load(
+            self.file,
+            ["cgroup_mkdir", "cgroup_rename", "cgroup_rmdir", "cgroup_release"],
+            {"io_hierarchy": hierarchies.io.id, "task_hierarchy": hierarchies.task.id},
+        )
+        self._ring = RingBuffer(self._map(_RECORDS), self._apply)
+        self._stop_read, self._stop_write = os.pipe()
+        self._follower = threading.Thread(target=self._follow, name=self.name, daemon=True)
+        self._follower.start()
+        return []
+
+    def _apply(self, record: bytes) -> None:
+        # Only the bytes of the path that there are were sent.
+        padded = record.ljust(self._record.size, b"\0")
+        cgroup, hierarchy, kind, path = self._fields.unpack(padded)
+        path = path.split(b"\0", 1)[0]
+        self._cgroups.apply(EventKind(kind), hierarchy, cgroup, path, time.monotonic())
+
+    def _follow(self) -> None:
+        """Empties the ring buffer between scrapes, so that it does not overflow."""
+        assert self._ring is not None
+        poll = select.poll()
+        poll.register(self._ring.fileno(), select.POLLIN)
+        poll.register(self._stop_read, select.POLLIN)
+        while True:
+            ready = {fd for fd, _ in poll.poll()}
+            if self._stop_read in ready:
+                return
+            with self._lock:
+                self._ring.consume()
+            # Events come in bursts: one wakeup takes many.
+            time.sleep(0.05)
+
+    def read(self) -> None:
+        if self._ring is None:
+            # Events are refused here, IO is not: names from the tree alone are better than none.
+            self._cgroups.walk(time.monotonic())
+            return
+        self._ring.consume()
+        dropped = sum(self.drops().values())
+        if dropped != self._dropped:
+            self._dropped = dropped
+            self._cgroups.walk(time.monotonic())
+
+    def fill(self, snapshot: Snapshot, host: Host) -> None:
+        live, exited = host.cgroups.counts
+        snapshot.families.append(
+            family(catalogue.EXPORTER_CGROUPS, [(("live",), live), (("exited",), exited)])
+        )
+
+    def forget(self, gone: set[tuple[int, int]], host: Host, now: float) -> None:
+        host.cgroups.forget(gone)
+
+    def close(self) -> None:
+        if self._follower:
+            os.write(self._stop_write, b"\0")
+            self._follower.join()
+            self._follower = None
+            os.close(self._stop_read)
+            os.close(self._stop_write)
+        if self._ring:
+            self._ring.close()
+            self._ring = None
+        super().close()

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sleep in balance_dirty_pages by (cgroup, BDI): bpf/dirty_throttle.bpf.c."""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
+
+from writeback_exporter.kernel.loader import Feature, Kernel, Refused, load
+from writeback_exporter.metrics import catalogue
+from writeback_exporter.metrics.exposition import Labels, Snapshot, family
+from writeback_exporter.names.cgroups import (
+    OTHER,
+    RETENTION_SECONDS,
+    Cgroups,
+    Hierarchies,
+    Hierarchy,
+)
+from writeback_exporter.names.devices import Devices
+from writeback_exporter.probes.base import Host, Probe, Row, Table, carry
+
+_CLOCK_MONOTONIC_COARSE = 6  # include/uapi/linux/time.h; the time module does not name it
+_VALUES_ARITY, _CONTROL_ARITY = 12, 8
+# A counter of pages that ran below zero reads as 2^64 - n. No machine has 2^48 pages.
+_PAGES_LIMIT = 1 << 48
+# A thread is entered a moment before it sleeps; where a nowait write (BDP_ASYNC) made the entry, it
+# never does, and the next of its pauses takes the entry over. What is older belongs to no thread.
+_STALE_NS = 60_000_000_000
+
+
+def ticks_per_second() -> int:
+    """The kernel's HZ: the coarse clocks' resolution is one tick (TICK_NSEC, kernel/time)."""
+    return round(1 / time.clock_getres(_CLOCK_MONOTONIC_COARSE))
+
+
+@dataclass(slots=True)
+class _Bdi:
+    """A BDI that had throttling, as `read` found it."""
+
+    id: int
+    name: str
+    value: memoryview
+    gone_since: float | None = None
+
+
+class DirtyThrottle(Probe):
+    """Sleep by cgroup and BDI, who sleeps now, which limit decided, and the BDI's state then."""
+
+    name = "dirty_throttle"
+
+    def __init__(self) -> None:
+        super().__init__()
+        throttle, bdi = self.file.struct("throttle"), self._value_layout("bdis")
+        self._first = self.file.enum("pause_exponents")["PAUSE_FIRST"]
+        self._sleep = throttle.pick("slept_ns", "slept_slots")
+        self._requested = throttle.pick("requested_ns")
+        self._key = self._key_layout("dirty_throttle").pick("cgroup", "bdi")
+        self._sleeper = self._value_layout("sleepers").pick(
+            "key.cgroup", "key.bdi", "event_ns", "sleep_ns", "pause_ns"
+        )
+        self._domains = [
+            domain.removeprefix("DOMAIN_").lower()
+            for domain in self.file.enum("throttle_domain")
+            if domain != "DOMAINS"
+        ]
+        self._bdi_name = bdi.pick("name")
+        self._bdi_state = bdi.pick("dirty", "threshold", "dirty_ratelimit", "write_bandwidth")
+        start = bdi.fields["other.slept_ns"].offset
+        self._other_at = slice(start, start + throttle.size)
+        pauses = bdi.fields["pauses"]
+        self._pauses = struct.Struct(f"={pauses.count}Q")
+        self._pauses_at = slice(pauses.offset, pauses.offset + pauses.size)
+
+        self.measured = False
+        self._hierarchy = Hierarchy(0, "")
+        self._throttles: list[tuple[bytes, memoryview]] = []
+        self._asleep: Counter[tuple[int, int]] = Counter()
+        self._bdis: dict[int, _Bdi] = {}
+        self._carried: dict[Labels, bytes] = {}
+        self._carried_pauses: dict[Labels, bytes] = {}
+
+    def load(self, kernel: Kernel, hierarchies: Hierarchies) -> list[Feature]:
+        arity = kernel.arity("balance_dirty_pages", known=(_VALUES_ARITY, _CONTROL_ARITY))
+        if arity == _CONTROL_ARITY:
+            programs = ["throttled_control"]
+        else:
+            programs = ["throttled_values", "global_thresholds"]
+        constants = {"hz": ticks_per_second(), "memory_v1": hierarchies.memory_v1}
+        self._hierarchy = hierarchies.task
+        try:
+            sleep = ["sleep_enter", "sleep_exit"]
+            self.bpf = load(self.file, programs + sleep, {**constants, "measured": True})
+            self.measured = True
+            return [Feature("dirty_throttle_measured_sleep", True)]
+        except Refused as refusal:
+            self.bpf = load(self.file, programs, {**constants, "measured": False})
+            return [Feature.refused("dirty_throttle_measured_sleep", refusal)]
+
+    def read(self) -> None:
+        # Histograms first: a BDI or cgroup that is in them is then known to what is read later.
+        self._throttles = self._dump("dirty_throttle")
+        self._read_sleepers()
+        known = self._bdis
+        self._bdis = {}
+        for key, value in self._dump("bdis"):
+            bdi = int.from_bytes(key, sys.byteorder)
+            (name,) = self._bdi_name.unpack(value)
+            text = name.split(b"\0", 1)[0].decode("utf-8", "backslashreplace")
+            self._bdis[bdi] = _Bdi(bdi, text, value)
+            if bdi in known:
+                self._bdis[bdi].gone_since = known[bdi].gone_since
+
+    def _read_sleepers(self) -> None:
+        sleepers = self._dump("sleepers")
+        now = time.monotonic_ns()  # the clock of bpf_ktime_get_ns()
+        tick_ns = 1_000_000_000 // ticks_per_second()
+        self._asleep.clear()
+        for tid, value in sleepers:
+            cgroup, bdi, event_ns, sleep_ns, pause_ns = self._sleeper.unpack(value)
+            # The timer wheel rounds up: a pause is a tick longer than requested.
+            wakes_ns = event_ns + pause_ns + tick_ns
+            asleep = sleep_ns != 0 if self.measured else now < wakes_ns
+            if asleep:
+                self._asleep[cgroup, bdi] += 1
+            elif now - event_ns > _STALE_NS:
+                self._map("sleepers").delete(tid)
+
+    def fill(self, snapshot: Snapshot, host: Host) -> None:
+        table = Table(self._carried)
+        for _, labels, row in self._rows(host.cgroups):
+            table.add(labels, row)
+        for labels, row in self._other_rows(self._bdis):
+            table.add(labels, row)
+        snapshot.histograms.append(
+            table.histogram(catalogue.DIRTY_THROTTLE_SECONDS, self._first, self._sleep)
+        )
+        requested = (
+            (labels, self._requested.unpack(row)[0] / 1e9) for labels, row in table.rows.items()
+        )
+        asleep = Counter[Labels]()
+        for (cgroup, bdi), tasks in self._asleep.items():
+            asleep[self._labels(host.cgroups, cgroup, bdi)] += tasks
+        method = "fexit" if self.measured else "requested"
+        snapshot.families += [
+            family(catalogue.DIRTY_THROTTLE_REQUESTED_SECONDS, requested),
+            # Zero where tasks were throttled once, so that a query finds the series.
+            family(catalogue.DIRTY_THROTTLED_TASKS, ((row, asleep[row]) for row in table.rows)),
+            family(catalogue.DIRTY_THROTTLE_METHOD_INFO, [((method,), 1)]),
+        ]
+        self._fill_bdis(snapshot)
+
+    def _fill_bdis(self, snapshot: Snapshot) -> None:
+        pauses = Table(self._carried_pauses)
+        state: dict[str, tuple[int, ...]] = {}
+        for bdi in sorted(self._bdis.values(), key=lambda bdi: bdi.id):
+            pauses.add((bdi.name,), bdi.value[self._pauses_at])
+            # Ids count up: of two that had one name the later one is the one of today.
+            state[bdi.name] = self._bdi_state.unpack(bdi.value)
+        by_domain = (
+            ((name, domain), count)
+            for (name,), row in pauses.rows.items()
+            for domain, count in zip(self._domains, self._pauses.unpack(row), strict=True)
+        )
+        snapshot.families.append(family(catalogue.DIRTY_THROTTLE_DOMAIN, by_domain))
+        gauges = (
+            catalogue.BDI_DIRTY_BYTES,
+            catalogue.BDI_DIRTY_THRESHOLD_BYTES,
+            catalogue.BDI_DIRTY_RATELIMIT_BYTES,
+            catalogue.BDI_WRITE_BANDWIDTH_BYTES,
+        )
+        for field, gauge in enumerate(gauges):
+            rows = (
+                ((name,), pages[field] * mmap.PAGESIZE)
+                for name, pages in state.items()
+                if pages[field] < _PAGES_LIMIT
+            )
+            snapshot.families.append(family(gauge, rows))
+
+    def _labels(self, cgroups: Cgroups, cgroup: int, bdi: int) -> Labels:
+        return cgroups.name(self._hierarchy, cgroup), self._bdis[bdi].name
+
+    def _rows(self, cgroups: Cgroups) -> Iterator[Row]:
+        for key, row in self._throttles:
+            yield key, self._labels(cgroups, *self._key.unpack(key)), row
+
+    def _other_rows(self, bdis: Mapping[int, _Bdi]) -> Iterator[tuple[Labels, bytes]]:
+        """What found no room in dirty_throttle, by BDI."""
+        for bdi in bdis.values():
+            row = bytes(bdi.value[self._other_at])
+            if any(row):
+                yield (OTHER, bdi.name), row
+
+    def forget(self, gone: set[tuple[int, int]], host: Host, now: float) -> None:
+        dead_bdis = self._dead_bdis(host.devices, now)
+        dead_cgroups = {cgroup for tree, cgroup in gone if tree == self._hierarchy.id}
+        if not dead_bdis and not dead_cgroups:
+            return
+        cgroups = host.cgroups.labels_in_use(self._hierarchy, gone)
+        bdis = {bdi.name for bdi in self._bdis.values() if bdi.id not in dead_bdis}
+
+        def leaving() -> Iterator[tuple[Labels, bytes]]:
+            for key, labels, _ in list(self._rows(host.cgroups)):
+                cgroup, bdi = self._key.unpack(key)
+                if cgroup in dead_cgroups or bdi in dead_bdis:
+                    row = self._map("dirty_throttle").lookup_and_delete(key)
+                    if row is not None:
+                        yield labels, row
+
+        self._carried = carry(
+            self._carried,
+            chain(leaving(), self._other_rows(dead_bdis)),
+            lambda labels: labels[0] in cgroups and labels[1] in bdis,
+        )
+        self._carried_pauses = carry(
+            self._carried_pauses,
+            (((bdi.name,), bytes(bdi.value[self._pauses_at])) for bdi in dead_bdis.values()),
+            lambda labels: labels[0] in bdis,
+        )
+        for bdi in dead_bdis:
+            self._map("bdis").delete(bdi.to_bytes(8, sys.byteorder))
+
+    def _dead_bdis(self, devices: Devices, now: float) -> dict[int, _Bdi]:
+        """BDIs that went long enough ago for their last samples to have been scraped."""
+        latest = {bdi.name: bdi.id for bdi in sorted(self._bdis.values(), key=lambda bdi: bdi.id)}
+        dead = {}
+        for bdi in self._bdis.values():
+            if bdi.id == latest[bdi.name] and devices.has_bdi(bdi.name):
+                bdi.gone_since = None
+            elif bdi.gone_since is None:
+                bdi.gone_since = now
+            elif now - bdi.gone_since >= RETENTION_SECONDS:
+                dead[bdi.id] = bdi
+        return dead

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the command line settles."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from writeback_exporter.web.server import Address
+
+_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Settings of all commands."""
+
+    listen: tuple[Address, ...]
+    telemetry_path: str
+    collectors: frozenset[str]
+    procfs: str
+    sysfs: str
+    cgroupfs: str
+
+
+def duration(text: str) -> float:
+    """Seconds of a duration as Prometheus writes it: 500ms, 5s, 2m. Raises ValueError."""
+    match = re.fullmatch(r"([0-9]+)(ms|s|m|h)", text)
+    if not match:
+        raise ValueError(f"{text!r} is no duration, such as 500ms, 5s or 2m")
+    return int(match[1]) * _UNITS[match[2]]
+
+
+def telemetry_path(text: str) -> str:
+    """An absolute URL path. Raises ValueError."""
+    if not re.fullmatch(r"/[!$&-;=@-Z_a-z~]*", text) or text.startswith("/-/"):
+        raise ValueError(f"{text!r} is no URL path for metrics, such as /metrics")
+    return text
