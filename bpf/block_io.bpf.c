@@ -180,7 +180,7 @@ enum drop {
 	DROP_BLOCK_IO_ERRORS,  /* counted in histograms, error not */
 	DROP_DISKS,	       /* request not counted */
 	DROP_REQUESTS_SPILLED, /* request not counted */
-	DROP_REQUESTS, /* ended without an event that we saw; not counted */
+	DROP_REQUESTS,	       /* ended without an event that we saw; not counted */
 	DROPS,
 };
 
@@ -380,10 +380,18 @@ static __always_inline struct io_histograms *histograms_of(struct io_key *key)
 }
 
 /*
- * Arrival in the block layer. The kernel stamps it itself (start_time_ns, at the request's
- * allocation) where iostats, a scheduler or a statistics user is on, which is nearly always, and
- * insert is skipped on direct dispatch: so only what the kernel did not stamp is stamped here.
+ * Arrival in the block layer. The kernel stamps it itself, at the request's allocation, where
+ * iostats, a scheduler or a user of statistics is on, which is nearly always; and insert is skipped
+ * on direct dispatch. So only what the kernel did not stamp is stamped by `insert`, and what was
+ * not inserted either has never queued.
  */
+static __always_inline __u64 arrival(struct request *rq, __u64 now)
+{
+	__u64 start_ns = rq->start_time_ns;
+
+	return start_ns ? start_ns : now;
+}
+
 static __always_inline int insert(struct request *rq, bool slots)
 {
 	struct request_state *state;
@@ -403,6 +411,7 @@ static __always_inline int insert(struct request *rq, bool slots)
 	}
 	state->issue_ns = 0;
 	state->arrival_ns = bpf_ktime_get_ns();
+	state->bytes = 0;
 	return 0;
 }
 
@@ -423,23 +432,24 @@ static __always_inline int issue(struct request *rq, bool slots)
 		return 0;
 	}
 	state = find_request(rq, slots);
-	if (!state) {
-		state = claim_request(rq, slots);
-		if (!state)
-			return 0;
-		state->arrival_ns = 0;
-	} else if (state->issue_ns) {
-		/* The request's memory is in use again, and we never saw the end of its last use.
-		 */
-		leave_disk(state->disk);
-		drop(DROP_REQUESTS);
-		state->arrival_ns = 0;
+	if (state && !state->issue_ns) { /* inserted, or requeued: its arrival and portions stand */
+		if (!state->arrival_ns)
+			state->arrival_ns = arrival(rq, now);
+	} else {
+		if (state) {
+			/* Its memory is in use again, and we never saw the end of the last use. */
+			leave_disk(state->disk);
+			drop(DROP_REQUESTS);
+		} else {
+			state = claim_request(rq, slots);
+			if (!state)
+				return 0;
+		}
+		state->arrival_ns = arrival(rq, now);
+		state->bytes = 0;
 	}
-	if (!state->arrival_ns)
-		state->arrival_ns = rq->start_time_ns ? rq->start_time_ns : now;
 	state->issue_ns = now;
 	state->cgroup = owner_of(rq);
-	state->bytes = 0;
 	state->disk = index;
 	state->op = op_of(rq);
 
@@ -475,43 +485,50 @@ static __always_inline int merge(struct request *rq, bool slots)
 	return 0;
 }
 
+/*
+ * An error of a request that is not with the driver: it failed before it was ever issued, or was
+ * issued before we attached.
+ */
+static __always_inline void count_foreign_error(struct request *rq, int status)
+{
+	struct gendisk *gd = request_disk(rq);
+	__u32 index;
+
+	if (gd && rq->bio && !is_passthrough(rq) && disk_of(gd, &index))
+		count_error(owner_of(rq), index, op_of(rq), status);
+}
+
 static __always_inline int complete(struct request *rq, int status, __u32 bytes, bool slots)
 {
 	struct request_state *state = find_request(rq, slots);
-	__u64 now = bpf_ktime_get_ns(), size, device_ns, queue_ns;
+	__u64 now, size, device_ns, queue_ns;
 	struct io_histograms *io;
 	struct io_key key;
 
-	/*
-	 * Not with the driver: ended before it was ever issued, issued before we attached, or the
-	 * second completion of a FUA write, when its flush is done. Only an error is of interest.
-	 */
+	/* Not ours, or the second completion of a FUA write, when its flush is done. */
 	if (!state || !state->issue_ns) {
-		struct gendisk *gd = request_disk(rq);
-		__u32 index;
-
 		if (state)
 			release_request(state, rq, slots);
-		if (status && gd && rq->bio && !is_passthrough(rq) && disk_of(gd, &index))
-			count_error(owner_of(rq), index, op_of(rq), status);
+		if (status)
+			count_foreign_error(rq, status);
 		return 0;
 	}
 
+	now = bpf_ktime_get_ns();
 	key.cgroup = state->cgroup;
 	key.disk = state->disk;
 	key.op = state->op;
 	size = state->bytes + bytes;
-	device_ns = now - state->issue_ns;
-	queue_ns = state->issue_ns - state->arrival_ns;
-	if ((__s64)queue_ns < 0) /* two clocks: ours is the NMI-safe reading of the same one */
-		queue_ns = 0;
-
 	if (status)
 		count_error(key.cgroup, key.disk, key.op, status);
 	if (bytes < rq->__data_len) { /* a portion; the rest is still with the driver */
 		state->bytes = size;
 		return 0;
 	}
+	device_ns = now - state->issue_ns;
+	queue_ns = state->issue_ns - state->arrival_ns;
+	if ((__s64)queue_ns < 0) /* two clocks: ours is the NMI-safe reading of the same one */
+		queue_ns = 0;
 	if (!release_request(state, rq, slots))
 		return 0;
 	leave_disk(key.disk);

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 import tempfile
@@ -20,6 +21,8 @@ from writeback_exporter.names.cgroups import CgroupfsError
 from writeback_exporter.settings import Settings, duration, telemetry_path
 from writeback_exporter.web.landing import Landing
 from writeback_exporter.web.server import Address, ListenError, Server
+
+log = logging.getLogger(__name__)
 
 _USAGE, _FAILURE = 2, 1
 _T = TypeVar("_T")
@@ -65,6 +68,8 @@ def _serve(settings: Settings) -> int:
     try:
         exporter.start()
         started = True
+        for address in server.addresses:
+            log.info("listening on http://%s%s", address, settings.telemetry_path)
         server.run()
     finally:
         exporter.close()

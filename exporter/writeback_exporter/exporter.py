@@ -137,6 +137,7 @@ class Exporter:
                 catalogue.EXPORTER_PROGRAM_RUN_SECONDS,
                 (((p,), r.nanoseconds / 1e9) for p, r in runs.items()),
             ),
+            family(catalogue.EXPORTER_PROGRAM_MISSED, (((p,), r.missed) for p, r in runs.items())),
         ]
 
     @staticmethod

@@ -330,10 +330,12 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Runs of a program and nanoseconds in it, while kernel.bpf_stats_enabled was 1."""
+    """What the kernel says of a program: runs and nanoseconds in it, while BPF statistics were on,
+    and events that it was not shown because it was running on that CPU (since 5.12)."""
 
     count: int
     nanoseconds: int
+    missed: int
 
 
 class Program:
@@ -368,14 +370,15 @@ class Program:
         return Link(pointer)
 
     def runs(self) -> Runs:
-        # struct bpf_prog_info (include/uapi/linux/bpf.h): run_time_ns and run_cnt at 192.
-        info = C.create_string_buffer(208)
+        # struct bpf_prog_info (include/uapi/linux/bpf.h): run_time_ns, run_cnt, recursion_misses at
+        # 192; a kernel without the last leaves it 0.
+        info = C.create_string_buffer(216)
         size = C.c_uint32(len(info))
         _checked(
             _lib.bpf_obj_get_info_by_fd(self.fd, info, C.byref(size)), f"ask about {self.name}"
         )
-        nanoseconds, count = struct.unpack_from("=QQ", info, 192)
-        return Runs(count, nanoseconds)
+        nanoseconds, count, missed = struct.unpack_from("=QQQ", info, 192)
+        return Runs(count, nanoseconds, missed)
 
 
 class Object:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -134,22 +134,22 @@ def open_file(name: str) -> ObjectFile:
     return file
 
 
-def load(file: ObjectFile, programs: Iterable[str], constants: Mapping[str, int]) -> Object:
-    """Loads and attaches these programs of the object, and no others; all or none.
+def load(file: ObjectFile, programs: Sequence[str], constants: Mapping[str, int]) -> Object:
+    """Loads these programs of the object, and no others, and attaches them in this order: all or
+    none. What sees the end of a thing comes before what sees its begin, or things that begin and
+    end while we attach would never end for us.
 
     Raises Refused, with what the kernel said.
     """
     opened = None
     try:
         opened = Object(file)
-        wanted = set(programs)
         for program in opened.programs.values():
-            program.autoload = program.name in wanted
+            program.autoload = program.name in programs
         opened.set_constants(**constants)
         opened.load()
-        for program in opened.programs.values():
-            if program.autoload:
-                opened.attach(program.name)
+        for name in programs:
+            opened.attach(name)
         return opened
     except BpfError as error:
         if opened:

@@ -250,6 +250,12 @@ EXPORTER_PROGRAM_RUN_SECONDS = _metric(
     ("program",),
     "seconds",
 )
+EXPORTER_PROGRAM_MISSED = _metric(
+    "exporter_program_missed",
+    Kind.COUNTER,
+    "Events that the kernel did not show to the BPF program because it was running on that CPU.",
+    ("program",),
+)
 EXPORTER_CGROUPS = _metric(
     "exporter_cgroups",
     Kind.GAUGE,

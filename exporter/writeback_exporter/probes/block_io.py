@@ -119,14 +119,11 @@ class BlockIo(Probe):
         arity = kernel.arity("block_rq_issue", known=(1, 2))
         slots = kernel.has_cmpxchg()
         kind = "slots" if slots else "hash"
-        events = ["insert", "issue", "requeue", "complete"]
+        events = ["complete", "requeue", "issue", "insert"]
         if kernel.btf.tracepoint_arity("block_rq_merge") is not None:
-            events.append("merge")
-        self.bpf = load(
-            self.file,
-            [f"{event}_{kind}" for event in events],
-            {"queue_argument": arity == 2},
-        )
+            events.insert(0, "merge")
+        programs = [f"{event}_{kind}" for event in events]
+        self.bpf = load(self.file, programs, {"queue_argument": arity == 2})
         self._hierarchy = hierarchies.io
         if slots:
             return [Feature("block_io_request_slots", True)]

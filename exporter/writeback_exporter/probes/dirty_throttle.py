@@ -90,12 +90,12 @@ class DirtyThrottle(Probe):
         if arity == _CONTROL_ARITY:
             programs = ["throttled_control"]
         else:
-            programs = ["throttled_values", "global_thresholds"]
+            programs = ["global_thresholds", "throttled_values"]
         constants = {"hz": ticks_per_second(), "memory_v1": hierarchies.memory_v1}
         self._hierarchy = hierarchies.task
         try:
-            sleep = ["sleep_enter", "sleep_exit"]
-            self.bpf = load(self.file, programs + sleep, {**constants, "measured": True})
+            measuring = ["sleep_exit", "sleep_enter", *programs]
+            self.bpf = load(self.file, measuring, {**constants, "measured": True})
             self.measured = True
             return [Feature("dirty_throttle_measured_sleep", True)]
         except Refused as refusal:

@@ -1,0 +1,479 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The HTTP server. Whatever clients do, a scrape gets through: every wait and queue has a bound.
+
+    accept -> _Connection (one deadline at any time) -> _Exchange (one request, one response)
+      -> collect (one thread: one at a time) -> render, gzip (two threads) -> client, by chunks
+
+The event loop only moves bytes. tornado parses HTTP; accepting is our own, because tornado's
+acceptor, out of file descriptors, spins and logs 14,000 tracebacks a second (measured, 6.6).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import errno
+import logging
+import os
+import re
+import signal
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from http import HTTPStatus
+from ipaddress import ip_address
+from urllib.parse import parse_qs
+
+from tornado import httputil
+from tornado.http1connection import (
+    HTTP1Connection,
+    HTTP1ConnectionParameters,
+    HTTP1ServerConnection,
+)
+from tornado.iostream import IOStream, StreamClosedError
+
+from writeback_exporter.metrics.exposition import Snapshot, gzip_chunks, negotiate, render
+from writeback_exporter.web.landing import Landing, page
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one client, or all together, may cost. Times in seconds, sizes in bytes."""
+
+    connections: int = 512
+    """Open at once; the newest beyond are closed."""
+    scrapes: int = 8
+    """At once, waiting or being sent: each may hold a snapshot. Beyond: 503."""
+    header_bytes: int = 16 * 1024
+    body_bytes: int = 4 * 1024
+    """No request needs a body; a small one is read so that a POST gets its 405."""
+    first_request: float = 10
+    """From accept to a whole request; a TLS handshake counts."""
+    next_request: float = 120
+    """From a response to the next whole request. Prometheus keeps its connection from scrape to
+    scrape, 15 to 60 s. tornado does not show when a request's first byte came, so this is also
+    how long a slow sender can hold a connection that has once sent a request in time."""
+    collect: float = 30
+    """For waiting and collecting, unless Prometheus says how long it waits itself."""
+    send: float = 30
+    """For a client to take a whole response."""
+    shutdown: float = 5
+    """For responses in progress to end, once told to stop."""
+
+
+_TEXT = {"Content-Type": "text/plain; charset=utf-8"}
+_HTML = {"Content-Type": "text/html; charset=utf-8"}
+_SECURITY = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+}
+
+
+class Server:
+    """Serves metrics at `telemetry_path`, the landing page and the health checks beside them.
+
+    `collect` may block; it is called in one thread, so never twice at a time, and the snapshot it
+    returns must not change any more. `landing` and `ready` are called in the event loop and must
+    not block. Raises ValueError if `telemetry_path` is not a path.
+    """
+
+    def __init__(
+        self,
+        listen: Sequence[Address],
+        telemetry_path: str,
+        collect: Callable[[], Snapshot],
+        landing: Callable[[], Landing],
+        ready: Callable[[], bool],
+        limits: Limits = Limits(),
+    ) -> None:
+        if not re.fullmatch(r"/(?!/)[^?#\s]*", telemetry_path) or not telemetry_path.isascii():
+            raise ValueError(f"{telemetry_path!r} is not a path such as /metrics")
+        self.limits = limits
+        self.connections: set[_Connection] = set()
+        self.answers: set[asyncio.Task[None]] = set()
+        self._listen = listen
+        self._telemetry_path = telemetry_path
+        self._collect = collect
+        self._landing = landing
+        self._ready = ready
+        self._listeners: list[socket.socket] = []
+        self._collector = ThreadPoolExecutor(1, "collect")
+        self._renderers = ThreadPoolExecutor(2, "render")
+        self._scrapes = 0
+        self._complained = -60.0
+        # Not asyncio's: this one can be set from any thread, before, during and after run().
+        self._stop: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+    @property
+    def addresses(self) -> list[Address]:
+        """What bind() bound; of interest where port 0 was asked for."""
+        return [Address(*listener.getsockname()[:2]) for listener in self._listeners]
+
+    def bind(self) -> None:
+        """Opens the listening sockets. Raises ListenError, with none of them left open."""
+        try:
+            for address in self._listen:
+                listener = _open(address)
+                listener.setblocking(False)  # as the event loop requires
+                self._listeners.append(listener)
+        except ListenError:
+            self._close_listeners()
+            raise
+
+    def run(self) -> None:
+        """Serves, once, until stop() or, in the main thread, SIGTERM or SIGINT; closes everything.
+
+        A collection that hangs is not waited for here, but Python does so when it exits; a second
+        signal ends the process then.
+        """
+        # tornado logs malformed requests and broken connections, which are the clients' affair, up
+        # to ERROR and with tracebacks (6.2). What we raise, answer() or tornado.application logs.
+        logging.getLogger("tornado.general").setLevel(logging.CRITICAL)
+        try:
+            asyncio.run(self._serve())
+        finally:
+            self._collector.shutdown(wait=False, cancel_futures=True)
+            self._renderers.shutdown(wait=False, cancel_futures=True)
+
+    def stop(self) -> None:
+        """Makes run() return. From any thread, at any time, any number of times."""
+        with contextlib.suppress(concurrent.futures.InvalidStateError):
+            self._stop.set_result(None)
+
+    # Connections --------------------------------------------------------------------------------
+
+    async def _serve(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                asyncio.get_running_loop().add_signal_handler(number, self.stop)
+        # A group, so that a bug that ends an acceptor ends run() too, rather than leave us deaf.
+        async with asyncio.TaskGroup() as group:
+            acceptors = [group.create_task(self._accept(each)) for each in self._listeners]
+            await asyncio.wrap_future(self._stop)
+            for acceptor in acceptors:
+                acceptor.cancel()
+        self._close_listeners()
+        if self.answers:
+            await asyncio.wait(self.answers, timeout=self.limits.shutdown)
+        for connection in tuple(self.connections):
+            await connection.http.close()
+
+    async def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                client, peer = await asyncio.get_running_loop().sock_accept(listener)
+            except OSError as error:
+                self._complain("cannot accept connections: %s", error)
+                await asyncio.sleep(0.1)  # out of descriptors or memory: do not spin
+                continue
+            if len(self.connections) < self.limits.connections:
+                self.connections.add(_Connection(self, client, str(peer[0])))
+            else:
+                client.close()
+                self._complain("%d connections are open: closing new ones", len(self.connections))
+            # sock_accept returns at once while connections are waiting, so that without this a
+            # flood of new ones would keep the loop from those already open.
+            await asyncio.sleep(0)
+
+    def _close_listeners(self) -> None:
+        while self._listeners:
+            self._listeners.pop().close()
+
+    def _complain(self, message: str, *args: object) -> None:
+        """Logs a warning, at most one a minute: clients can cause any number."""
+        if time.monotonic() - self._complained >= 60:
+            self._complained = time.monotonic()
+            log.warning(message, *args)
+
+    # Responses ----------------------------------------------------------------------------------
+
+    async def answer(self, exchange: _Exchange) -> None:
+        """Writes the response. If that fails, the client sees a 500 or a broken connection."""
+        try:
+            await self._route(exchange)
+        except StreamClosedError:
+            log.debug("%s: the client has gone", exchange.path)
+        except Exception as error:
+            log.exception("%s failed", exchange.path)
+            if exchange.started:
+                exchange.connection.reset()
+                return
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            with contextlib.suppress(StreamClosedError):
+                await exchange.reply(500, reason[:500])
+
+    async def _route(self, exchange: _Exchange) -> None:
+        if exchange.method not in ("GET", "HEAD"):
+            await exchange.reply(405, "only GET and HEAD", _TEXT | {"Allow": "GET, HEAD"})
+        elif exchange.path == self._telemetry_path:
+            await self._scrape(exchange)
+        elif exchange.path == "/":
+            await exchange.reply(200, page(self._landing(), self._telemetry_path), _HTML)
+        elif exchange.path == "/-/healthy":
+            await exchange.reply(200, "ok")
+        elif exchange.path == "/-/ready":
+            ready = self._ready()
+            await exchange.reply(200 if ready else 503, "ready" if ready else "not ready")
+        else:
+            await exchange.reply(404, f"nothing here; metrics are at {self._telemetry_path}")
+
+    async def _scrape(self, exchange: _Exchange) -> None:
+        chosen = negotiate(exchange.headers.get("Accept", ""))
+        headers = {"Content-Type": chosen.content_type, "Vary": "Accept, Accept-Encoding"}
+        gzip = accepts_gzip(exchange.headers.get("Accept-Encoding", ""))
+        if gzip:
+            headers["Content-Encoding"] = "gzip"
+        if exchange.method == "HEAD":
+            await exchange.start(200, headers)
+            exchange.end()
+            return
+        if self._scrapes >= self.limits.scrapes:
+            await exchange.reply(503, f"{self._scrapes} scrapes are in progress already")
+            return
+        self._scrapes += 1
+        try:
+            snapshot = await self._collect_in_turn(exchange)
+            if snapshot is not None:
+                chunks = render(snapshot, chosen, exchange.names)
+                await self._stream(exchange, headers, gzip_chunks(chunks) if gzip else chunks)
+        finally:
+            self._scrapes -= 1
+
+    async def _collect_in_turn(self, exchange: _Exchange) -> Snapshot | None:
+        """The snapshot, or None once 503 was answered because it would come too late.
+
+        The turn is the place in the one thread's queue. A scrape whose time runs out, or whose
+        client goes away, leaves the queue and is never collected.
+        """
+        seconds = _patience(exchange.headers, self.limits.collect)
+        exchange.connection.deadline(seconds + self.limits.send)
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(seconds) as timeout:
+                return await loop.run_in_executor(self._collector, self._collect)
+        except TimeoutError:
+            if not timeout.expired():
+                raise  # collect's own
+            await exchange.reply(503, f"not collected within {seconds:g} s")
+            return None
+
+    async def _stream(
+        self, exchange: _Exchange, headers: Mapping[str, str], chunks: Iterator[bytes]
+    ) -> None:
+        """Renders and sends chunk by chunk: one is in memory at a time, and no turn is held."""
+        exchange.connection.deadline(self.limits.send)
+        step = partial(
+            asyncio.get_running_loop().run_in_executor, self._renderers, next, chunks, None
+        )
+        # The first chunk comes before the headers, so that a failure to render it is still a 500.
+        first = await step()
+        await exchange.start(200, headers, first or b"")
+        while (chunk := await step()) is not None:
+            await exchange.http.write(chunk)
+        exchange.end()
+
+
+class _Connection(httputil.HTTPServerConnectionDelegate):
+    """A client's connection. Until it closes, one deadline is running."""
+
+    def __init__(self, server: Server, client: socket.socket, peer: str) -> None:
+        limits = server.limits
+        self.server = server
+        self.stream = IOStream(client, read_chunk_size=limits.header_bytes)
+        parameters = HTTP1ConnectionParameters(
+            chunk_size=limits.header_bytes,
+            max_header_size=limits.header_bytes,
+            max_body_size=limits.body_bytes,
+        )
+        self.http = HTTP1ServerConnection(self.stream, parameters, peer)
+        self._patience = limits.first_request
+        self._timer: asyncio.TimerHandle | None = None
+        self.http.start_serving(self)
+
+    def deadline(self, seconds: float) -> None:
+        """Sets the one deadline anew: the connection is reset in so many seconds."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(seconds, self.reset)
+
+    def reset(self) -> None:
+        """Closes with a TCP reset: no client takes that for the end of a response, and the kernel
+        drops at once what a slow reader has left in the send buffer (up to 4 MiB)."""
+        if not self.stream.closed():
+            no_linger = struct.pack("ii", 1, 0)
+            self.stream.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, no_linger)
+            self.stream.close()
+
+    def start_request(
+        self, server_conn: object, request_conn: httputil.HTTPConnection
+    ) -> _Exchange:
+        """tornado: the last response is out, the next request is awaited."""
+        self.deadline(self._patience)
+        self._patience = self.server.limits.next_request
+        assert isinstance(request_conn, HTTP1Connection)
+        return _Exchange(self, request_conn)
+
+    def on_close(self, server_conn: object) -> None:
+        """tornado: the connection is closed."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self.server.connections.discard(self)
+
+
+class _Exchange(httputil.HTTPMessageDelegate):
+    """One request and its response."""
+
+    def __init__(self, connection: _Connection, http: HTTP1Connection) -> None:
+        self.connection = connection
+        self.http = http
+        self.started = False
+
+    def headers_received(
+        self,
+        start_line: httputil.RequestStartLine | httputil.ResponseStartLine,
+        headers: httputil.HTTPHeaders,
+    ) -> None:
+        """tornado: the request's header is here."""
+        assert isinstance(start_line, httputil.RequestStartLine)
+        self.method, target, self.version = start_line
+        self.path, _, query = target.partition("?")
+        self.names = parse_qs(query).get("name[]", [])
+        self.headers = headers
+
+    def finish(self) -> None:
+        """tornado: the whole request is here."""
+        server = self.connection.server
+        self.connection.deadline(server.limits.send)
+        task = asyncio.create_task(server.answer(self))
+        server.answers.add(task)
+        task.add_done_callback(server.answers.discard)
+
+        def client_has_gone() -> None:
+            task.cancel()
+
+        self.http.set_close_callback(client_has_gone)
+
+    async def start(self, code: int, headers: Mapping[str, str], chunk: bytes = b"") -> None:
+        """Sends status, headers and a first piece of the body."""
+        self.started = True
+        line = httputil.ResponseStartLine("HTTP/1.1", code, HTTPStatus(code).phrase)
+        date = {"Date": httputil.format_timestamp(time.time())}
+        fields = httputil.HTTPHeaders({**date, **_SECURITY, **headers})
+        await self.http.write_headers(line, fields, chunk)
+
+    async def reply(self, code: int, body: str | bytes, headers: Mapping[str, str] = _TEXT) -> None:
+        """Sends a whole response; a `body` that is a string is one line of text."""
+        content = body if isinstance(body, bytes) else f"{body}\n".encode()
+        extra = {"Content-Length": str(len(content))}
+        if code == HTTPStatus.SERVICE_UNAVAILABLE:
+            extra["Retry-After"] = "5"
+        await self.start(code, {**headers, **extra}, b"" if self.method == "HEAD" else content)
+        self.end()
+
+    def end(self) -> None:
+        """Ends the body; all of it has been handed to the kernel."""
+        if self.version == "HTTP/1.0":
+            self.connection.stream.close()  # 1.0 has no chunks: closing is the end
+        else:
+            self.http.finish()
+
+
+def accepts_gzip(header: str) -> bool:
+    """Whether an Accept-Encoding header admits gzip (RFC 9110, 12.5.3)."""
+    quality: dict[str, float] = {}
+    for item in header.lower().split(","):
+        coding, _, parameter = item.partition(";")
+        name, _, value = parameter.partition("=")
+        try:
+            quality[coding.strip()] = float(value) if name.strip() == "q" else 1
+        except ValueError:
+            quality[coding.strip()] = 0
+    return quality.get("gzip", quality.get("*", 0)) > 0
+
+
+def _patience(headers: httputil.HTTPHeaders, default: float) -> float:
+    """How long Prometheus waits for this scrape, in seconds; `default` if it does not say."""
+    try:
+        seconds = float(headers.get("X-Prometheus-Scrape-Timeout-Seconds", ""))
+    except ValueError:
+        return default
+    return min(seconds, 60) if seconds > 0 else default  # NaN too is not above 0
+
+
+# Listening --------------------------------------------------------------------------------------
+
+
+class ListenError(Exception):
+    """An address that cannot be listened on: one line with the kernel's answer and the remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where to listen. An empty host is every address, IPv4 and IPv6; port 0 is any free port."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        """Reads `HOST:PORT`, `[IPV6]:PORT` or `:PORT`. Raises ValueError with a one-line reason."""
+        match = _ADDRESS.fullmatch(text)
+        if match is None:
+            raise ValueError(f"{text!r} is not HOST:PORT, [IPV6]:PORT or :PORT")
+        if int(match["port"]) > 65535:
+            raise ValueError(f"{text!r}: the port is above 65535")
+        host: str = match["ipv6"] or match["name"]
+        if match["ipv6"] or re.fullmatch(r"[0-9.]+", host):
+            try:
+                ip_address(host)
+            except ValueError:
+                raise ValueError(f"{text!r}: {host} is not an IP address") from None
+        return cls(host, int(match["port"]))
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+_ADDRESS = re.compile(
+    r"(?:\[(?P<ipv6>[0-9a-f:.]+(?:%[\w.-]+)?)\]|(?P<name>[\w.-]*)):(?P<port>[0-9]{1,5})",
+    re.ASCII | re.IGNORECASE,
+)
+_REMEDIES = {
+    errno.EADDRINUSE: "the port is taken (`ss -ltnp` shows by whom): stop that or choose another",
+    errno.EADDRNOTAVAIL: "this host has no such address (`ip address` shows those it has)",
+    errno.EACCES: "a port below 1024 needs CAP_NET_BIND_SERVICE: grant it or choose a higher one",
+    errno.EAFNOSUPPORT: "IPv6 is off here: choose an IPv4 address",
+}
+
+
+def _open(address: Address) -> socket.socket:
+    """A listening socket. Of a name's several addresses the first IPv4 one, as Go's net.Listen."""
+    try:
+        if not address.host and socket.has_dualstack_ipv6():
+            anywhere = ("", address.port)
+            return socket.create_server(anywhere, family=socket.AF_INET6, dualstack_ipv6=True)
+        found = socket.getaddrinfo(
+            address.host or None, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        family, _, _, _, where = min(found, key=lambda entry: entry[0] != socket.AF_INET)
+        return socket.create_server(where, family=family)
+    except socket.gaierror as error:
+        answer, remedy = error.strerror, "give an IP address, or a name that resolves here"
+    except UnicodeError:  # from Python's IDNA encoder: a label too long, or empty
+        answer, remedy = "not a possible host name", "give an IP address or a host name"
+    except OSError as error:
+        answer = os.strerror(error.errno or 0)
+        remedy = _REMEDIES.get(error.errno or 0, "choose another address")
+    raise ListenError(f"cannot listen on {address}: {answer}; {remedy}")

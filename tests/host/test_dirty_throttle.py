@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Throttling against a second hook (a raw tracepoint program that bpftool loads and reads)."""

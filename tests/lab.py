@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tests on a real kernel make, and unmake: disks, file systems, cgroups, writers, exporters.
+
+Everything is a context manager that cleans up after itself also when its test fails. Used on the
+host and, unchanged, in guests.
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from writeback_exporter.names.cgroups import Hierarchies, Hierarchy, find_hierarchies
+
+PROGRAM = Path(sys.executable).with_name("writeback-exporter")
+
+
+def sh(*command: str | Path) -> str:
+    """Runs a command that must succeed; its output."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+    return done.stdout.strip()
+
+
+# Disks ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class DiskStats:
+    """A line of /proc/diskstats (Documentation/admin-guide/iostats.rst): requests, bytes, ms."""
+
+    reads: int
+    read_bytes: int
+    read_ms: int
+    writes: int
+    written_bytes: int
+    write_ms: int
+    discards: int
+    discarded_bytes: int
+    flushes: int
+    inflight: int
+
+    def __sub__(self, earlier: DiskStats) -> DiskStats:
+        return DiskStats(
+            *(getattr(self, f) - getattr(earlier, f) for f in self.__dataclass_fields__)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """A block device: its node, its kernel name, its "MAJOR:MINOR", which is also its BDI's."""
+
+    path: str
+
+    @property
+    def name(self) -> str:
+        return os.path.basename(self.path)
+
+    @property
+    def dev(self) -> str:
+        return Path("/sys/block", self.name, "dev").read_text().strip()
+
+    def stats(self) -> DiskStats:
+        for line in Path("/proc/diskstats").read_text().splitlines():
+            fields = line.split()
+            if fields[2] == self.name:
+                n = [int(field) for field in fields[3:]]
+                return DiskStats(
+                    reads=n[0],
+                    read_bytes=n[2] * 512,
+                    read_ms=n[3],
+                    writes=n[4],
+                    written_bytes=n[6] * 512,
+                    write_ms=n[7],
+                    inflight=n[8],
+                    discards=n[11],
+                    discarded_bytes=n[13] * 512,
+                    flushes=n[15],
+                )
+        raise AssertionError(f"{self.name} is not in /proc/diskstats")
+
+    @contextmanager
+    def queue(self, **attributes: str) -> Iterator[None]:
+        """Settings of the disk's queue, for a while: a loop device outlives its file."""
+        directory = Path("/sys/block", self.name, "queue")
+        before = {name: (directory / name).read_text() for name in attributes}
+        try:
+            for name, value in attributes.items():
+                (directory / name).write_text(value)
+            yield
+        finally:
+            for name, value in before.items():
+                # A scheduler's file reads "[none] mq-deadline".
+                (directory / name).write_text(value.partition("[")[2].partition("]")[0] or value)
+
+
+@contextmanager
+def loop_disk(directory: Path, size: int = 64 << 20) -> Iterator[Disk]:
+    """A loop device over a sparse file."""
+    image = directory / "image"
+    with image.open("wb") as stream:
+        stream.truncate(size)
+    disk = Disk(sh("losetup", "-f", "--show", image))
+    try:
+        yield disk
+    finally:
+        sh("losetup", "-d", disk.path)
+        image.unlink()
+
+
+@contextmanager
+def ext4(disk: Disk, directory: Path) -> Iterator[Path]:
+    """An ext4 file system on the disk, mounted."""
+    sh("mkfs.ext4", "-q", "-F", "-E", "nodiscard,lazy_itable_init=0", disk.path)
+    mount = directory / "mount"
+    mount.mkdir()
+    sh("mount", disk.path, mount)
+    try:
+        yield mount
+    finally:
+        sh("umount", mount)
+        mount.rmdir()
+
+
+@contextmanager
+def strict_limit(disk: Disk, limit: int) -> Iterator[None]:
+    """A strict limit of that many dirty bytes on the disk's BDI: throttles its writers, and no
+    other's (Documentation/ABI/testing/sysfs-class-bdi; kernel 6.2)."""
+    bdi = Path("/sys/class/bdi", disk.dev)
+    before = {name: (bdi / name).read_text() for name in ("strict_limit", "max_ratio_fine")}
+    try:
+        (bdi / "strict_limit").write_text("1")
+        (bdi / "max_bytes").write_text(str(limit))
+        yield
+    finally:
+        for name, value in before.items():
+            (bdi / name).write_text(value)
+
+
+# Cgroups ----------------------------------------------------------------------------------------
+
+
+def hierarchies() -> Hierarchies:
+    return find_hierarchies("/sys/fs/cgroup", "/proc")
+
+
+@dataclass(frozen=True, slots=True)
+class Cgroup:
+    """A child cgroup: its directory, and the label it must have."""
+
+    directory: Path
+    label: str
+
+    @property
+    def id(self) -> int:
+        return self.directory.stat().st_ino
+
+
+@contextmanager
+def cgroup(hierarchy: Hierarchy, name: str) -> Iterator[Cgroup]:
+    """A cgroup right below the root of a hierarchy."""
+    made = Cgroup(Path(hierarchy.mount, name), f"/{name}")
+    made.directory.mkdir()
+    try:
+        yield made
+    finally:
+        # A process that has just ended may still be in it.
+        for _ in range(100):
+            try:
+                made.directory.rmdir()
+                break
+            except OSError:
+                time.sleep(0.02)
+        else:
+            made.directory.rmdir()
+
+
+_JOIN = """
+import os, sys
+for directory in filter(None, sys.argv[1].split("\\n")):
+    with open(directory + "/cgroup.procs", "w") as procs:
+        procs.write("0")
+arguments = sys.argv[2:]
+"""
+
+
+def spawn_in(cgroups: Sequence[Cgroup], code: str, *arguments: object) -> subprocess.Popen[str]:
+    """Starts Python code in cgroups (of different hierarchies); `arguments` is a list of str."""
+    directories = "\n".join(str(c.directory) for c in cgroups)
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", _JOIN + code, directories, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run_in(cgroups: Sequence[Cgroup], code: str, *arguments: object) -> str:
+    """Runs Python code in cgroups; what it printed."""
+    process = spawn_in(cgroups, code, *arguments)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, f"the code in {[c.label for c in cgroups]} failed"
+    return output
+
+
+DIRECT_WRITER = """
+import mmap
+path, size, count, offset = arguments[0], *map(int, arguments[1:4])
+buffer = mmap.mmap(-1, size)
+fd = os.open(path, os.O_WRONLY | os.O_DIRECT)
+for i in range(count):
+    assert os.pwrite(fd, buffer, offset + i * size) == size
+"""
+"""Writes COUNT times SIZE bytes to PATH from OFFSET on, each an IO of its own."""
+
+DIRECT_READER = DIRECT_WRITER.replace("O_WRONLY", "O_RDONLY").replace(
+    "os.pwrite(fd, buffer", "os.preadv(fd, [buffer]"
+)
+
+BUFFERED_WRITER = """
+path, total = arguments[0], int(arguments[1])
+fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+block = b"x" * 65536
+for i in range(total // len(block)):
+    os.write(fd, block)
+"""
+
+
+# The exporter -----------------------------------------------------------------------------------
+
+
+class Scrape:
+    """One answer of /metrics, parsed by prometheus-client."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.samples: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                labels = tuple(sorted(sample.labels.items()))
+                series = self.samples.setdefault(sample.name, {})
+                assert labels not in series, f"{sample.name}{labels} is there twice"
+                series[labels] = sample.value
+
+    def select(self, name: str, **labels: str) -> dict[tuple[tuple[str, str], ...], float]:
+        """The series of a metric that have these labels, by all their labels."""
+        wanted = labels.items()
+        return {
+            series: value
+            for series, value in self.samples.get(f"writeback_{name}", {}).items()
+            if wanted <= dict(series).items()
+        }
+
+    def sum(self, name: str, **labels: str) -> float:
+        return sum(self.select(name, **labels).values())
+
+    def values(self, name: str, label: str, **labels: str) -> set[str]:
+        """The values of a label in a metric's series."""
+        return {dict(series)[label] for series in self.select(name, **labels)}
+
+    def buckets(self, name: str, **labels: str) -> dict[float, float]:
+        """Cumulative counts by upper edge, over all series with these labels."""
+        result: dict[float, float] = {}
+        for series, value in self.select(f"{name}_bucket", **labels).items():
+            edge = float(dict(series)["le"])
+            result[edge] = result.get(edge, 0) + value
+        return result
+
+
+class Exporter:
+    """A running writeback-exporter, as a user starts it."""
+
+    def __init__(self, *flags: str) -> None:
+        self._flags = flags
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Exporter:
+        self.process = subprocess.Popen(
+            [PROGRAM, "--web.listen-address=127.0.0.1:0", *self._flags],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.log: list[str] = []
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.log.append(line)
+            if "listening on" in line:
+                self.url = line.split("listening on ")[1].split("/metrics")[0]
+                return self
+        raise AssertionError(f"the exporter did not start: {self.log}")
+
+    def get(self, path: str, headers: Mapping[str, str] | None = None) -> bytes:
+        request = urllib.request.Request(self.url + path, headers=dict(headers or {}))
+        with urllib.request.urlopen(request, timeout=30) as response:
+            body: bytes = response.read()
+            if response.headers.get("Content-Encoding") == "gzip":
+                body = gzip.decompress(body)
+            return body
+
+    def scrape(self) -> Scrape:
+        return Scrape(self.get("/metrics").decode())
+
+    def stop(self) -> int:
+        """Ends it as systemd does; its exit status."""
+        self.process.send_signal(signal.SIGTERM)
+        _, rest = self.process.communicate(timeout=30)
+        self.log += rest.splitlines()
+        return self.process.returncode
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.process.poll() is None:
+            self.stop()
