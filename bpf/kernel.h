@@ -17,13 +17,6 @@ typedef _Bool bool;
 #define NULL ((void *)0)
 
 /*
- * Ties a value to one register. After a NULL check, before arithmetic on a map value (clang would
- * move the sum in front of the check), and before a bounds check (clang would check one copy and
- * use another): the verifier refuses both.
- */
-#define keep_check(value) asm volatile("" : "+r"(value))
-
-/*
  * The version that the object was built for. The exporter refuses an object of another version, for
  * it would decode the maps by names that may have changed their meaning.
  */
@@ -114,11 +107,8 @@ enum req_opf___before_6_0 {
 
 /* writeback */
 
-#define BDI_CAP_STRICTLIMIT (1 << 2) /* since 5.10 */
-
 struct backing_dev_info {
-	__u64 id; /* never reused, unlike the pointer */
-	unsigned int capabilities;
+	__u64 id;	   /* never reused, unlike the pointer */
 	char dev_name[64]; /* the name in /sys/class/bdi */
 };
 

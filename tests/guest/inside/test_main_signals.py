@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Both main signals on a kernel that allows all: cgroup v2 with io and memory, fexit, a slow disk."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests import lab
+from tests.lab import BUFFERED_WRITER, DIRECT_READER, DIRECT_WRITER, Disk
+
+MIB = 1 << 20
+SLOW, FAST = Disk("/dev/vda"), Disk("/dev/vdb")  # 4 MB/s of writes, and unlimited
+TRACING = Path("/sys/kernel/tracing")
+
+
+@contextmanager
+def sysctl(**values: int) -> Iterator[None]:
+    """vm.* settings, for a while; this is a guest."""
+    files = {Path("/proc/sys/vm", name): str(value) for name, value in values.items()}
+    before = {file: file.read_text() for file in files}
+    try:
+        for file, value in files.items():
+            file.write_text(value)
+        yield
+    finally:
+        for file, value in before.items():
+            if value.strip() != "0":  # the other of dirty_bytes and dirty_ratio rules
+                file.write_text(value)
+
+
+@contextmanager
+def ftrace(event: str) -> Iterator[Path]:
+    """A trace event recorded by the kernel itself; the trace when it is over."""
+    enable = TRACING / "events" / event / "enable"
+    (TRACING / "buffer_size_kb").write_text("8192")
+    (TRACING / "trace").write_text("")
+    enable.write_text("1")
+    try:
+        yield TRACING / "trace"
+    finally:
+        enable.write_text("0")
+
+
+def io_stat(group: lab.Cgroup, disk: Disk) -> dict[str, int]:
+    """The kernel's own count of a cgroup's bios on a disk."""
+    for line in (group.directory / "io.stat").read_text().splitlines():
+        device, *fields = line.split()
+        if device == disk.dev:
+            return {key: int(value) for key, value in (field.split("=") for field in fields)}
+    return {}
+
+
+def test_doctor() -> None:
+    report = lab.sh(lab.PROGRAM, "doctor")
+    for feature in ("dirty_throttle", "dirty_throttle_measured_sleep", "block_io"):
+        assert re.search(rf"^ok +{feature}$", report, re.MULTILINE), report
+    assert "The main signals work here." in report
+
+
+def test_direct_io_is_exact() -> None:
+    hierarchy = lab.hierarchies().io
+    with lab.Exporter() as exporter, lab.cgroup(hierarchy, "direct") as group:
+        before, io_before = FAST.stats(), io_stat(group, FAST)
+        assert io_before == {}
+        for size, count in ((512, 20), (4096, 200), (65536, 50)):
+            lab.run_in([group], DIRECT_WRITER, FAST.path, size, count, 0)
+            lab.run_in([group], DIRECT_READER, FAST.path, size, count, 0)
+        truth, own = FAST.stats() - before, io_stat(group, FAST)
+        scrape = exporter.scrape()
+        for op, ios, total in (
+            ("read", truth.reads, truth.read_bytes),
+            ("write", truth.writes, truth.written_bytes),
+        ):
+            labels = {"device": FAST.name, "op": op, "cgroup": "/direct"}
+            counted = (
+                scrape.sum("block_io_size_bytes_count", **labels),
+                scrape.sum("block_io_size_bytes_sum", **labels),
+            )
+            assert counted == (270, 20 * 512 + 200 * 4096 + 50 * 65536)
+            assert counted == (ios, total)
+            assert counted == (own[f"{op[0]}ios"], own[f"{op[0]}bytes"])
+        assert not any(scrape.select("exporter_map_dropped_total").values())
+        assert not any(scrape.select("exporter_program_missed_total").values())
+
+
+def test_a_throttled_writer(tmp_path: Path) -> None:
+    """Throttled by the global limit: each pause counted, its sleep measured, and the flusher's
+    writes charged to the writer's cgroup."""
+    limits = {"dirty_background_bytes": MIB, "dirty_bytes": 2 * MIB}
+    limits["dirty_writeback_centisecs"] = 10
+    hierarchy = lab.hierarchies().io
+    with (
+        lab.ext4(SLOW, tmp_path) as mount,
+        lab.Exporter() as exporter,
+        lab.cgroup(hierarchy, "slow") as group,
+        sysctl(**limits),
+    ):
+        with ftrace("writeback/balance_dirty_pages") as trace:
+            lab.run_in([group], BUFFERED_WRITER, mount / "file", 8 * MIB)
+        pauses = [int(pause) for pause in re.findall(r" pause=(-?\d+)", trace.read_text())]
+        lab.sh("sync", "-f", mount)
+        scrape, own = exporter.scrape(), io_stat(group, SLOW)
+
+        labels = {"cgroup": "/slow", "bdi": SLOW.dev}
+        counts = {
+            (dict(series)["cgroup"], dict(series)["bdi"]): count
+            for series, count in scrape.select("dirty_throttle_seconds_count").items()
+        }
+        assert counts == {("/slow", SLOW.dev): sum(pause > 0 for pause in pauses)}
+        assert sum(counts.values()) > 50
+
+        assert scrape.select("dirty_throttle_method_info", method="fexit")
+        slept = scrape.sum("dirty_throttle_seconds_sum", **labels)
+        requested = scrape.sum("dirty_throttle_requested_seconds_total", **labels)
+        # The trace record has whole milliseconds, and Debian's tick is 4 of them.
+        assert requested == pytest.approx(sum(p for p in pauses if p > 0) / 1000)
+        # A timer never ends early; how much later it ends is the kernel's affair.
+        assert requested < slept
+        assert scrape.sum("dirty_throttled_tasks", **labels) == 0
+        domains = scrape.select("dirty_throttle_domain_total", bdi=SLOW.dev)
+        assert sum(domains.values()) == sum(counts.values())
+        assert scrape.sum("dirty_throttle_domain_total", domain="global") > 0.9 * sum(
+            counts.values()
+        )
+
+        written = {"device": SLOW.name, "op": "write"}
+        assert own["wbytes"] >= 8 * MIB
+        assert scrape.sum("block_io_size_bytes_sum", cgroup="/slow", **written) == own["wbytes"]
+        assert scrape.sum("block_io_device_seconds_sum", cgroup="/slow", **written) > 0.5
+        assert not any(scrape.select("exporter_map_dropped_total").values())
+
+
+def test_a_cgroup_at_its_memory_limit(tmp_path: Path) -> None:
+    """memory.high makes the memcg's own dirty limit the one that decides."""
+    with (
+        lab.ext4(SLOW, tmp_path) as mount,
+        lab.Exporter() as exporter,
+        lab.cgroup(lab.hierarchies().io, "small") as group,
+    ):
+        (group.directory / "memory.high").write_text(str(16 * MIB))
+        lab.run_in([group], BUFFERED_WRITER, mount / "file", 12 * MIB)
+        scrape = exporter.scrape()
+        domains = {
+            domain: scrape.sum("dirty_throttle_domain_total", bdi=SLOW.dev, domain=domain)
+            for domain in ("global", "bdi", "memcg")
+        }
+        assert domains["memcg"] > 0
+        assert domains["global"] == domains["bdi"] == 0
