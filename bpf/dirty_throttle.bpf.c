@@ -114,7 +114,7 @@ static const struct bdi no_bdi;
 /* What the two signatures of the tracepoint say, in pages, pages/s and ticks. */
 struct throttle_event {
 	struct bdi_writeback *wb;
-	__u64 dirty, thresh, bg_thresh, wb_dirty, wb_thresh, dirty_ratelimit;
+	__u64 dirty, thresh, wb_dirty, wb_thresh, dirty_ratelimit;
 	__s64 pause;
 	bool memcg;
 };
@@ -177,14 +177,16 @@ static __always_inline void count_sleep(struct throttle *throttle, __u64 slept_n
 }
 
 /*
- * Which limit asked for the pause. A domain throttles from its freerun point on, halfway between
- * background and hard limit (dirty_freerun_ceiling(), mm/page-writeback.c). Below it only a strict
- * limit of the device can have asked: it looks at the device's own share, not at the domain. That a
- * BDI has a strict limit is a bit whose place differs between kernels and that BTF does not tell.
+ * Which limit asked for the pause. Of the global domain and the memcg's the tracepoint shows the
+ * one that the kernel selected. Under a strict limit of the device wb_position_ratio() takes the
+ * smaller of two ratios, that of the domain and that of the wb. Both fall as dirty/threshold grows,
+ * and both have the same ratio of background to hard threshold: so the fuller of the two has
+ * decided.
  */
 static __always_inline enum throttle_domain domain_of(struct throttle_event *event)
 {
-	if (event->dirty <= (event->thresh + event->bg_thresh) / 2)
+	if (has_strict_limit(event->wb->bdi) &&
+	    event->wb_dirty * event->thresh >= event->dirty * event->wb_thresh)
 		return DOMAIN_BDI;
 	return event->memcg ? DOMAIN_MEMCG : DOMAIN_GLOBAL;
 }
@@ -245,7 +247,6 @@ int throttled_values(__u64 *ctx)
 	struct throttle_event event = {
 		.wb = (struct bdi_writeback *)ctx[0],
 		.thresh = ctx[1],
-		.bg_thresh = ctx[2],
 		.dirty = ctx[3],
 		.wb_thresh = ctx[4],
 		.wb_dirty = ctx[5],
@@ -281,7 +282,6 @@ int throttled_control(__u64 *ctx)
 	struct throttle_event event = {
 		.wb = (struct bdi_writeback *)ctx[0],
 		.thresh = dtc->thresh,
-		.bg_thresh = dtc->bg_thresh,
 		.dirty = dtc->dirty,
 		.wb_thresh = dtc->wb_thresh,
 		.wb_dirty = dtc->wb_dirty,

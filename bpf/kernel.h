@@ -108,7 +108,8 @@ enum req_opf___before_6_0 {
 /* writeback */
 
 struct backing_dev_info {
-	__u64 id;	   /* never reused, unlike the pointer */
+	__u64 id; /* never reused, unlike the pointer */
+	unsigned int capabilities;
 	char dev_name[64]; /* the name in /sys/class/bdi */
 };
 
@@ -118,14 +119,16 @@ struct bdi_writeback {
 	struct cgroup_subsys_state *memcg_css;
 };
 
-struct wb_domain;
+/* Went together with BDI_CAP_WRITEBACK_ACCT, the bit below BDI_CAP_STRICTLIMIT, in 6.17. */
+enum node_stat_item {
+	NR_WRITEBACK_TEMP = 1,
+};
 
 /* The argument of balance_dirty_pages since 6.16; all in pages. */
 struct dirty_throttle_control {
 	struct dirty_throttle_control *gdtc; /* set in a memcg's domain only */
 	unsigned long dirty;
 	unsigned long thresh;
-	unsigned long bg_thresh;
 	unsigned long wb_dirty;
 	unsigned long wb_thresh;
 };
@@ -145,6 +148,14 @@ static __always_inline struct gendisk *request_disk(struct request *rq)
 	if (bpf_core_field_exists(old->rq_disk))
 		return old->rq_disk;
 	return rq->q->disk;
+}
+
+/* BDI_CAP_STRICTLIMIT, a macro, which BTF does not know: bit 2 from 5.10 on, bit 1 since 6.17. */
+static __always_inline bool has_strict_limit(struct backing_dev_info *bdi)
+{
+	if (bpf_core_enum_value_exists(enum node_stat_item, NR_WRITEBACK_TEMP))
+		return bdi->capabilities & (1 << 2);
+	return bdi->capabilities & (1 << 1);
 }
 
 static __always_inline __u32 zone_append_op(void)

@@ -50,7 +50,7 @@ class Exporter:
         ]
         # Last: its events then name all that the others have read.
         self._probes.append(self._lifecycle)
-        self._running: list[Probe] = []
+        self.running: list[Probe] = []
         self._libbpf_version = ""
 
     def start(self) -> None:
@@ -81,12 +81,12 @@ class Exporter:
                 return
         else:
             self.features += [Feature(probe.name, True), *more]
-        self._running.insert(0, probe)
+        self.running.insert(0, probe)
 
     def collect(self) -> Snapshot:
         """All that is known now. A probe that fails is left out, and a metric says so."""
         snapshot = Snapshot()
-        runs = [_Run(probe) for probe in self._running]
+        runs = [_Run(probe) for probe in self.running]
         with self._lock:
             # All maps first, the events of cgroups last: each id in a map has its name by then.
             for run in runs:
@@ -105,9 +105,9 @@ class Exporter:
         return snapshot
 
     def close(self) -> None:
-        for probe in self._running:
+        for probe in self.running:
             probe.close()
-        self._running.clear()
+        self.running.clear()
 
     def _about_self(self) -> list[PrometheusMetric]:
         build = (__version__, platform.python_version(), self._libbpf_version)
@@ -120,7 +120,7 @@ class Exporter:
         ]
 
     def _about_maps(self) -> list[PrometheusMetric]:
-        probes = [probe for probe in self._running if probe.bpf]
+        probes = [probe for probe in self.running if probe.bpf]
         use = {name: use for probe in probes for name, use in probe.use.items()}
         dropped = {name: count for probe in probes for name, count in probe.drops().items()}
         runs = {

@@ -140,10 +140,11 @@ def render(snapshot: Snapshot, format: Format, names: Collection[str] = ()) -> I
 def gzip_chunks(chunks: Iterable[bytes], level: int = 1) -> Iterator[bytes]:
     """The chunks as one gzip stream, itself in chunks of about 64 KiB.
 
-    Level 1 compresses 450 MB/s to 1/19; prometheus-client's 9 does 120 MB/s, to 1/25. A smaller
-    window or other memLevels gain nothing that lasts beside the rendering.
+    Level 1 compresses 500 MB/s to 1/19; prometheus-client's 9 does 120 MB/s, to 1/25.
     """
-    compressor = zlib.compressobj(level, zlib.DEFLATED, 16 + zlib.MAX_WBITS)
+    # memLevel 5: a hash table of 8 KiB instead of 64 leaves the first-level cache to others. 11 %
+    # faster than the default on an idle host, 22 % on a busy one, for 1 % more output.
+    compressor = zlib.compressobj(level, zlib.DEFLATED, 16 + zlib.MAX_WBITS, memLevel=5)
 
     def pieces() -> Iterator[bytes]:
         yield from map(compressor.compress, chunks)

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The libbpf binding on a real kernel."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import lab
+from writeback_exporter import __version__
+from writeback_exporter.kernel import libbpf
+from writeback_exporter.kernel.layout import ObjectFile
+from writeback_exporter.kernel.libbpf import BpfError, KernelBtf, Object, RingBuffer
+from writeback_exporter.kernel.loader import Kernel, Refused, load, open_file
+
+LIFECYCLE = ["cgroup_mkdir", "cgroup_rename", "cgroup_rmdir", "cgroup_release"]
+
+
+@pytest.fixture
+def throttle() -> Iterator[Object]:
+    """A loaded object with hash maps, nothing attached."""
+    with load(open_file("dirty_throttle"), [], {}) as loaded:
+        yield loaded
+
+
+@pytest.fixture
+def bpffs(tmp_path: Path) -> Iterator[Path]:
+    directory = tmp_path / "bpffs"
+    directory.mkdir()
+    lab.sh("mount", "-t", "bpf", "bpf", directory)
+    try:
+        yield directory
+    finally:
+        lab.sh("umount", directory)
+
+
+def test_map_operations(throttle: Object) -> None:
+    bpf_map = throttle.maps["dirty_throttle"]
+    size = bpf_map.value_size
+    assert bpf_map.dump() == (b"", b"")
+    wanted = {}
+    for i in range(3000):  # more than a chunk
+        key, value = struct.pack("=QQ", i, i * i), struct.pack("=Q", i).ljust(size, b"\7")
+        bpf_map.update(key, value)
+        wanted[key] = value
+
+    def entries(dump: tuple[bytes, bytes]) -> dict[bytes, bytes]:
+        keys, values = dump
+        return {
+            keys[i * 16 : i * 16 + 16]: values[i * size : (i + 1) * size]
+            for i in range(len(keys) // 16)
+        }
+
+    assert entries(bpf_map.dump()) == wanted
+    key = struct.pack("=QQ", 7, 49)
+    assert bpf_map.lookup(key) == wanted[key]
+    assert bpf_map.lookup_and_delete(key) == wanted.pop(key)
+    assert bpf_map.lookup(key) is None
+    assert bpf_map.lookup_and_delete(key) is None
+    assert bpf_map.delete(key) is False
+    key = struct.pack("=QQ", 8, 64)
+    assert bpf_map.delete(key) is True
+    del wanted[key]
+    assert entries(bpf_map.drain()) == wanted
+    assert bpf_map.dump() == (b"", b"")
+
+
+def test_full_map(throttle: Object) -> None:
+    bpf_map = throttle.maps["bdis"]
+    for i in range(bpf_map.max_entries):
+        bpf_map.update(struct.pack("=Q", i), bytes(bpf_map.value_size))
+    with pytest.raises(BpfError, match="write map bdis: Argument list too long"):
+        bpf_map.update(struct.pack("=Q", 1 << 40), bytes(bpf_map.value_size))
+    assert len(bpf_map.dump()[0]) == 8 * bpf_map.max_entries
+
+
+def test_constants_reach_the_program() -> None:
+    with Object(open_file("dirty_throttle")) as opened:
+        opened.set_constants(hz=1234, measured=True)
+        for program in opened.programs.values():
+            program.autoload = False
+        opened.load()
+        (rodata,) = (m for name, m in opened.maps.items() if name.endswith(".rodata"))
+        value = rodata.lookup(bytes(4))
+        assert value is not None
+        offset, size = opened.file.constant("hz")
+        assert int.from_bytes(value[offset : offset + size], "little") == 1234
+        offset, size = opened.file.constant("measured")
+        assert value[offset : offset + size] == b"\1"
+
+
+def test_verifier_log_is_in_the_error() -> None:
+    arity = libbpf.KernelBtf().tracepoint_arity("balance_dirty_pages")
+    wrong = "throttled_values" if arity == 8 else "throttled_control"
+    with Object(open_file("dirty_throttle")) as opened:
+        for program in opened.programs.values():
+            program.autoload = program.name == wrong
+        with pytest.raises(BpfError) as caught:
+            opened.load()
+    assert "invalid bpf_context access" in caught.value.reason
+    assert "BEGIN PROG LOAD LOG" in "".join(caught.value.log)
+
+
+def test_pins_outlive_the_object(bpffs: Path) -> None:
+    with load(open_file("cgroup_lifecycle"), LIFECYCLE, {}) as loaded:
+        loaded.maps["drops"].pin(str(bpffs / "drops"))
+        link = loaded.attach("cgroup_mkdir")
+        link.pin(str(bpffs / "link"))
+        with pytest.raises(BpfError, match="pin map at .*no-bpffs: Invalid argument"):
+            loaded.maps["scratch"].pin(str(bpffs.parent / "no-bpffs"))
+    # A new bpffs has iterators of the kernel's in it.
+    builtin = {"maps.debug", "progs.debug"}
+    assert {path.name for path in bpffs.iterdir()} - builtin == {"drops", "link"}
+    assert "value 8B" in lab.sh("bpftool", "map", "show", "pinned", bpffs / "drops")
+    assert "cgroup_mkdir" in lab.sh("bpftool", "link", "show", "pinned", bpffs / "link")
+    with load(open_file("cgroup_lifecycle"), LIFECYCLE, {}) as loaded:
+        link = loaded.attach("cgroup_mkdir")
+        link.pin(str(bpffs / "second"))
+        link.unpin()
+        loaded.maps["drops"].pin(str(bpffs / "third"))
+        loaded.maps["drops"].unpin(str(bpffs / "third"))
+    assert {path.name for path in bpffs.iterdir()} - builtin == {"drops", "link"}
+
+
+def test_custom_btf(tmp_path: Path) -> None:
+    btf = tmp_path / "vmlinux"
+    shutil.copyfile("/sys/kernel/btf/vmlinux", btf)
+    with Object(open_file("cgroup_lifecycle"), btf=str(btf)) as opened:
+        opened.load()
+    with Object(open_file("cgroup_lifecycle"), btf=str(tmp_path / "absent")) as opened:
+        with pytest.raises(BpfError, match="load cgroup_lifecycle.bpf.o"):
+            opened.load()
+
+
+def test_ring_buffer() -> None:
+    task = lab.hierarchies().task
+    records: list[bytes] = []
+    with load(open_file("cgroup_lifecycle"), LIFECYCLE, {"task_hierarchy": task.id}) as loaded:
+        ring = RingBuffer(loaded.maps["cgroup_events"], records.append)
+        assert ring.consume() == 0
+        name = f"wbx-ring-{os.getpid()}"
+        with lab.cgroup(task, name) as group:
+            wanted = group.id
+        ring.consume()
+        ring.close()
+    own = [record for record in records if f"/{name}".encode() in record]
+    assert len(own) >= 2
+    assert all(struct.unpack_from("=Q", record)[0] == wanted for record in own)
+
+
+def test_kernel_btf() -> None:
+    btf = KernelBtf()
+    assert btf.tracepoint_arity("cgroup_mkdir") == 2
+    assert btf.tracepoint_arity("no_such_tracepoint") is None
+    assert btf.has_function("balance_dirty_pages")
+    assert not btf.has_function("no_such_function")
+    btf.close()
+    with pytest.raises(BpfError, match="read BTF of /dev/null"):
+        KernelBtf("/dev/null")
+
+
+def test_a_kernel_without_the_tracepoint(tmp_path: Path) -> None:
+    kernel = Kernel()
+    with pytest.raises(Refused, match="the kernel has no tracepoint no_such_thing; use a kernel"):
+        kernel.arity("no_such_thing", known=(1,))
+    with pytest.raises(Refused, match="has 2 arguments on this kernel"):
+        kernel.arity("cgroup_mkdir", known=(7,))
+    kernel.close()
+
+    source, built = tmp_path / "absent.bpf.c", tmp_path / "absent.bpf.o"
+    source.write_text(
+        "#include <linux/bpf.h>\n#include <bpf/bpf_helpers.h>\n"
+        'const char built_for[] SEC("exporter_version") = "x";\nchar LICENSE[] SEC("license") = "GPL";\n'
+        'SEC("tp_btf/no_such_thing") int absent(void *ctx) { return 0; }\n'
+    )
+    include = f"/usr/include/{platform.machine()}-linux-gnu"
+    lab.sh("clang", "-target", "bpf", "-O2", "-g", "-idirafter", include, "-c", source, "-o", built)
+    with pytest.raises(Refused) as caught:
+        load(ObjectFile(str(built)), ["absent"], {})
+    assert caught.value.reason == "not in this kernel"
+    assert __version__
+
+
+def test_statistics(throttle: Object) -> None:
+    with load(open_file("cgroup_lifecycle"), LIFECYCLE, {}) as loaded:
+        descriptor = libbpf.enable_stats()
+        try:
+            with lab.cgroup(lab.hierarchies().task, f"wbx-stats-{os.getpid()}"):
+                pass
+        finally:
+            os.close(descriptor)
+        runs = loaded.programs["cgroup_mkdir"].runs()
+    assert runs.count >= 1
+    assert runs.nanoseconds > 0
+    assert libbpf.possible_cpus() >= os.cpu_count()  # type: ignore[operator]

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Full maps, requests without a slot, kernels without cmpxchg: counted all the same, and said."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests import lab
+from tests.host.test_cgroup_lifecycle import by_cgroup
+from tests.host.witness import Witness, unless_hidden
+from tests.lab import BUFFERED_WRITER, DIRECT_WRITER, Cgroup, Disk, Scrape
+from writeback_exporter.exporter import Exporter
+from writeback_exporter.kernel.libbpf import Object
+from writeback_exporter.kernel.loader import Kernel
+from writeback_exporter.metrics.exposition import negotiate, render
+from writeback_exporter.names import cgroups
+from writeback_exporter.probes import block_io, dirty_throttle
+from writeback_exporter.settings import Settings
+
+
+def scrape(exporter: Exporter) -> Scrape:
+    return Scrape(b"".join(render(exporter.collect(), negotiate(""))).decode())
+
+
+@contextmanager
+def exporter_in_process() -> Iterator[Exporter]:
+    settings = Settings(
+        listen=(),
+        telemetry_path="/metrics",
+        collectors=frozenset({"dirty_throttle", "block_io"}),
+        procfs="/proc",
+        sysfs="/sys",
+        cgroupfs="/sys/fs/cgroup",
+    )
+    exporter = Exporter(settings)
+    try:
+        exporter.start()
+        yield exporter
+    finally:
+        exporter.close()
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Capacities of maps, set before they are created."""
+    capacities: dict[str, int] = {}
+    load = Object.load
+
+    def load_smaller(self: Object) -> None:
+        for name, entries in capacities.items():
+            if name in self.maps:
+                self.maps[name].max_entries = entries
+        load(self)
+
+    monkeypatch.setattr(Object, "load", load_smaller)
+    return capacities
+
+
+@pytest.fixture
+def plugged(tmp_path: Path) -> Iterator[Disk]:
+    with lab.loop_disk(tmp_path) as disk:
+        yield disk
+
+
+def test_full_block_io_map_collapses_into_other(
+    small: dict[str, int], plugged: Disk, io_cgroup: Cgroup, witness: Witness
+) -> None:
+    small["block_io"] = 1
+
+    def attempt() -> int:
+        hidden = witness.hidden(plugged)
+        with exporter_in_process() as exporter:
+            for group in ([io_cgroup], []):
+                lab.run_in(group, DIRECT_WRITER, plugged.path, 4096, 50, 0)
+            seen = scrape(exporter)
+        hidden = witness.hidden(plugged) - hidden
+        if hidden == 0:
+            counts = by_cgroup(seen, "block_io_size_bytes_count", device=plugged.name, op="write")
+            # Whoever came first, perhaps another disk's writer, has the one entry.
+            assert sum(counts.values()) == 100
+            assert counts["other"] >= 50
+            size = seen.sum("block_io_size_bytes_sum", device=plugged.name, op="write")
+            assert size == 100 * 4096
+        assert seen.sum("exporter_map_dropped_total", map="block_io") >= 50
+        assert seen.sum("exporter_map_entries", map="block_io") == 1
+        assert seen.sum("exporter_map_capacity", map="block_io") == 1
+        return hidden
+
+    unless_hidden(attempt)
+
+
+def test_full_dirty_throttle_map_collapses_into_other(
+    small: dict[str, int],
+    plugged: Disk,
+    task_cgroup: Cgroup,
+    witness: Witness,
+    tmp_path: Path,
+) -> None:
+    small["dirty_throttle"] = 1
+    with exporter_in_process() as exporter, lab.ext4(plugged, tmp_path) as mount:
+        with lab.strict_limit(plugged, 65536):
+            for group in ([], [task_cgroup]):
+                lab.run_in(group, BUFFERED_WRITER, mount / f"file{len(group)}", 2 << 20)
+        counts = by_cgroup(scrape(exporter), "dirty_throttle_seconds_count", bdi=plugged.dev)
+        seen = witness.pauses(plugged.dev)
+        pauses = sum(count for count, _ in seen.values())
+        dropped = scrape(exporter).sum("exporter_map_dropped_total", map="dirty_throttle")
+    assert sum(counts.values()) == pauses
+    assert counts["other"] == dropped == seen[task_cgroup.id][0]
+
+
+@pytest.mark.parametrize("way", ["spilled", "hash"])
+def test_requests_without_a_slot(
+    small: dict[str, int],
+    plugged: Disk,
+    io_cgroup: Cgroup,
+    witness: Witness,
+    monkeypatch: pytest.MonkeyPatch,
+    way: str,
+) -> None:
+    """The hash map beside the slots, and the one that kernels without cmpxchg have alone."""
+    if way == "spilled":
+        small["requests"] = 1  # nearly all requests then hash to no slot
+    else:
+        monkeypatch.setattr(Kernel, "has_cmpxchg", lambda self: False)
+
+    def attempt() -> int:
+        hidden, before = witness.hidden(plugged), plugged.stats()
+        with exporter_in_process() as exporter:
+            lab.run_in([io_cgroup], DIRECT_WRITER, plugged.path, 4096, 500, 0)
+            truth = plugged.stats() - before
+            seen = scrape(exporter)
+            assert exporter.features
+        own = {"cgroup": io_cgroup.label, "device": plugged.name, "op": "write"}
+        assert seen.sum("block_io_inflight", device=plugged.name) <= 1
+        hidden = witness.hidden(plugged) - hidden
+        if hidden == 0:
+            assert seen.sum("block_io_size_bytes_count", **own) == truth.writes == 500
+            assert seen.sum("block_io_size_bytes_sum", **own) == truth.written_bytes
+            assert seen.sum("block_io_depth_count", device=plugged.name) == 500
+        return hidden
+
+    unless_hidden(attempt)
+
+
+def test_full_request_map_is_counted_as_dropped(small: dict[str, int], plugged: Disk) -> None:
+    small["requests"] = small["requests_spilled"] = 1
+    with exporter_in_process() as exporter:
+        processes = [lab.spawn_in([], DIRECT_WRITER, plugged.path, 65536, 200, 0) for _ in range(6)]
+        for process in processes:
+            process.communicate()
+        seen = scrape(exporter)
+    counted = seen.sum("block_io_size_bytes_count", device=plugged.name, op="write")
+    dropped = seen.sum("exporter_map_dropped_total", map="requests_spilled")
+    # Others' disks may be among the dropped; nothing of ours is in neither.
+    assert counted <= 1200 <= counted + dropped
+
+
+def test_series_leave_with_their_cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A released cgroup is exported once more, then its entries are deleted; one that came again
+    under its path goes on counting."""
+    for module in (cgroups, block_io, dirty_throttle):
+        monkeypatch.setattr(module, "RETENTION_SECONDS", 0)
+    hierarchy, name = lab.hierarchies().io, f"wbx-gone-{os.getpid()}"
+    file = tmp_path / "file"
+    file.write_bytes(bytes(10 * 4096))
+    os.sync()
+
+    def requests(exporter: Exporter) -> float:
+        return scrape(exporter).sum("block_io_size_bytes_count", cgroup=f"/{name}")
+
+    def has_entry(exporter: Exporter, cgroup: int) -> bool:
+        (probe,) = (p for p in exporter.running if p.name == "block_io")
+        assert probe.bpf
+        keys, _ = probe.bpf.maps["block_io"].dump()
+        return any(owner == cgroup for owner, _ in struct.iter_unpack("=QQ", keys))
+
+    with exporter_in_process() as exporter:
+        # On the machine's own disk: a loop device keeps its workers' cgroups for a minute.
+        with lab.cgroup(hierarchy, name) as group:
+            lab.run_in([group], DIRECT_WRITER, file, 4096, 10, 0)
+            old = group.id
+            first = requests(exporter)
+            assert first > 0
+            assert has_entry(exporter, old)
+        with lab.cgroup(hierarchy, name) as group:
+            lab.run_in([group], DIRECT_WRITER, file, 4096, 5, 0)
+            last = requests(exporter)
+            assert last > first
+            for _ in range(200):
+                time.sleep(0.05)
+                assert requests(exporter) == last
+                if not has_entry(exporter, old):
+                    break
+            assert not has_entry(exporter, old)
+            assert has_entry(exporter, group.id)
+            assert requests(exporter) == last
+        for _ in range(200):
+            time.sleep(0.05)
+            if requests(exporter) == 0:
+                break
+        assert requests(exporter) == 0
+
+
+def test_a_disk_that_is_unplugged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its series stay for the last scrape and go; the next disk of that name starts anew."""
+    for module in (block_io, dirty_throttle):
+        monkeypatch.setattr(module, "RETENTION_SECONDS", 0)
+    number = 200 + os.getpid() % 50
+    device = f"loop{number}"
+
+    def control(request: int) -> None:
+        file = os.open("/dev/loop-control", os.O_RDWR)
+        fcntl.ioctl(file, request, number)
+        os.close(file)
+
+    image = tmp_path / "unplugged"
+    image.write_bytes(bytes(1 << 20))
+    with exporter_in_process() as exporter:
+        for _ in range(2):
+            control(0x4C80)  # LOOP_CTL_ADD
+            try:
+                if not os.path.exists(f"/dev/{device}"):
+                    os.mknod(f"/dev/{device}", 0o60600, os.makedev(7, number))
+                lab.sh("losetup", f"/dev/{device}", image)
+                try:
+                    lab.run_in([], DIRECT_WRITER, f"/dev/{device}", 4096, 8, 0)
+                    seen = scrape(exporter).sum("block_io_size_bytes_count", device=device)
+                    assert 0 < seen <= 8
+                finally:
+                    lab.sh("losetup", "-d", f"/dev/{device}")
+            finally:
+                control(0x4C81)  # LOOP_CTL_REMOVE
+            assert scrape(exporter).sum("block_io_size_bytes_count", device=device) == seen
+            scrape(exporter)
+            assert scrape(exporter).sum("block_io_size_bytes_count", device=device) == 0
