@@ -6,6 +6,7 @@
 #   make build   prepare all and leave the program at .venv/bin/writeback-exporter
 #   make bpf     compile the BPF objects     make lint     ruff, mypy, clang-format
 #   make bench   measure (not part of test)  make wheel    dist/*.whl
+#   make docs    write docs/metrics.md from the catalogue
 #   make clean   remove all that these made, except the cache of guest kernels
 #
 # Each installs what it needs (Debian packages, a virtual environment) and is quick when it is there.
@@ -30,7 +31,7 @@ VIRTIOFSD = $(shell apt-cache show virtiofsd >/dev/null 2>&1 && echo virtiofsd)
 TEST_PACKAGES = clang-format bpftool e2fsprogs util-linux kmod busybox-static zstd \
 	$(QEMU_$(shell uname -m)) qemu-system-common $(VIRTIOFSD)
 
-.PHONY: run build bpf test lint unit host guest bench wheel clean
+.PHONY: run build bpf test lint unit host guest bench docs wheel clean
 
 run: build
 	$(VENV)/bin/writeback-exporter
@@ -93,6 +94,9 @@ unit host guest: build $(VENV)/.tested build/packages.test
 
 bench: build $(VENV)/.tested build/packages.test
 	$(VENV)/bin/python -m tests.bench
+
+docs: build
+	$(VENV)/bin/python -m writeback_exporter.metrics.reference >docs/metrics.md
 
 wheel: build
 	$(VENV)/bin/pip wheel --quiet --disable-pip-version-check --no-deps -w dist .

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from writeback_exporter import __version__
 from writeback_exporter.exporter import Exporter
-from writeback_exporter.kernel.loader import Feature
+from writeback_exporter.features import Feature
 from writeback_exporter.settings import Settings
 
 

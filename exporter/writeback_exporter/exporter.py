@@ -15,10 +15,12 @@ from collections.abc import Callable
 from prometheus_client.metrics_core import Metric as PrometheusMetric
 
 from writeback_exporter import __version__
+from writeback_exporter.features import Feature, Refused
 from writeback_exporter.kernel import libbpf
-from writeback_exporter.kernel.loader import Feature, Kernel, Refused
+from writeback_exporter.kernel.loader import Kernel
 from writeback_exporter.metrics import catalogue
 from writeback_exporter.metrics.exposition import Snapshot, family
+from writeback_exporter.names.attribution import attribution
 from writeback_exporter.names.cgroups import Cgroups, find_hierarchies
 from writeback_exporter.names.devices import Devices
 from writeback_exporter.probes.base import Host, Probe
@@ -40,8 +42,8 @@ class Exporter:
 
     def __init__(self, settings: Settings) -> None:
         """Raises CgroupfsError or BadObject, which no host can be blamed for."""
-        self.features: list[Feature] = []
         self.hierarchies = find_hierarchies(settings.cgroupfs, settings.procfs)
+        self.features: list[Feature] = attribution(self.hierarchies)
         self._host = Host(Cgroups(self.hierarchies), Devices(settings.sysfs))
         self._lock = threading.Lock()
         self._lifecycle = CgroupLifecycle(self._host.cgroups, self._lock)

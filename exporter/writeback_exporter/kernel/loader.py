@@ -11,10 +11,10 @@ import errno
 import os
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from writeback_exporter import __version__
+from writeback_exporter.features import Refused
 from writeback_exporter.kernel import libbpf
 from writeback_exporter.kernel.layout import BadObject, ObjectFile
 from writeback_exporter.kernel.libbpf import BpfError, KernelBtf, LibbpfMissing, Object
@@ -23,31 +23,6 @@ OBJECTS = Path(__file__).parent.parent / "objects"
 BTF = "/sys/kernel/btf/vmlinux"
 
 _CAP_SYS_ADMIN, _CAP_PERFMON, _CAP_BPF = 21, 38, 39
-
-
-class Refused(Exception):
-    """A feature that this host does not give: `reason` in a few words, `detail` and `remedy`."""
-
-    def __init__(self, reason: str, detail: str, remedy: str) -> None:
-        super().__init__(f"{detail}; {remedy}")
-        self.reason = reason
-        self.detail = detail
-        self.remedy = remedy
-
-
-@dataclass(frozen=True, slots=True)
-class Feature:
-    """What works on this host, and why not where it does not. Empty texts where it does."""
-
-    name: str
-    available: bool
-    reason: str = ""
-    detail: str = ""
-    remedy: str = ""
-
-    @classmethod
-    def refused(cls, name: str, refusal: Refused) -> Feature:
-        return cls(name, False, refusal.reason, refusal.detail, refusal.remedy)
 
 
 class Kernel:

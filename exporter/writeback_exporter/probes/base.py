@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from writeback_exporter.features import Feature
 from writeback_exporter.kernel.layout import Layout, ObjectFile
 from writeback_exporter.kernel.libbpf import Map, Object, Program
-from writeback_exporter.kernel.loader import Feature, Kernel, open_file
+from writeback_exporter.kernel.loader import Kernel, open_file
 from writeback_exporter.metrics.catalogue import Metric
 from writeback_exporter.metrics.exposition import HistogramFamily, HistogramRow, Labels, Snapshot
 from writeback_exporter.names.cgroups import Cgroups, Hierarchies

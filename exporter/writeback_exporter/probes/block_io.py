@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 
-from writeback_exporter.kernel.loader import Feature, Kernel, load
+from writeback_exporter.features import Feature
+from writeback_exporter.kernel.loader import Kernel, load
 from writeback_exporter.metrics import catalogue
 from writeback_exporter.metrics.exposition import HistogramFamily, Labels, Snapshot, family
 from writeback_exporter.names.cgroups import (

@@ -8,8 +8,9 @@ import select
 import threading
 import time
 
+from writeback_exporter.features import Feature
 from writeback_exporter.kernel.libbpf import RingBuffer
-from writeback_exporter.kernel.loader import Feature, Kernel, load
+from writeback_exporter.kernel.loader import Kernel, load
 from writeback_exporter.metrics import catalogue
 from writeback_exporter.metrics.exposition import Snapshot, family
 from writeback_exporter.names.cgroups import Cgroups, EventKind, Hierarchies

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both main signals on a kernel that allows all: cgroup v2 with io and memory, fexit, a slow disk."""
+"""Both main signals where all is allowed: cgroup v2 with io and memory, fexit, a slow disk."""
 
 from __future__ import annotations
 

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What works on this host, and for what does not: why, and what to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class Refused(Exception):
+    """A feature that this host does not give: `reason` in a few words (it is a label of
+    writeback_exporter_feature_available), `detail` and `remedy` for the log and `doctor`."""
+
+    def __init__(self, reason: str, detail: str, remedy: str) -> None:
+        super().__init__(f"{detail}; {remedy}")
+        self.reason = reason
+        self.detail = detail
+        self.remedy = remedy
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """A feature and whether it is available; the texts are empty where it is."""
+
+    name: str
+    available: bool
+    reason: str = ""
+    detail: str = ""
+    remedy: str = ""
+
+    @classmethod
+    def refused(cls, name: str, refusal: Refused) -> Feature:
+        return cls(name, False, refusal.reason, refusal.detail, refusal.remedy)

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this host's cgroups let an exporter say: whose names are known, whose IO is whose."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from writeback_exporter.features import Feature, Refused
+from writeback_exporter.names.cgroups import Hierarchies, Hierarchy
+
+_ROOT_INODE = 1  # of every kernfs, cgroup v1 and v2
+
+
+def attribution(hierarchies: Hierarchies) -> list[Feature]:
+    """Features that no program needs, and without which numbers land under another cgroup."""
+    features = []
+    for name, check in (
+        ("cgroup_names", _names),
+        ("block_io_attribution", _block_io),
+        ("writeback_attribution", _writeback),
+    ):
+        refusals = list(check(hierarchies))
+        features.append(Feature.refused(name, refusals[0]) if refusals else Feature(name, True))
+    return features
+
+
+def _names(hierarchies: Hierarchies) -> Iterator[Refused]:
+    for hierarchy in hierarchies.all:
+        if os.stat(hierarchy.mount).st_ino != _ROOT_INODE:
+            yield Refused(
+                "cgroup namespace",
+                f"{hierarchy.mount} is not its hierarchy's root: cgroups above it have no name",
+                "mount the host's cgroup file system, and share its cgroup namespace "
+                "(docker: --cgroupns=host)",
+            )
+
+
+def _block_io(hierarchies: Hierarchies) -> Iterator[Refused]:
+    if hierarchies.io.id == 0 and "io" not in _enabled(hierarchies.io):
+        yield Refused(
+            "io controller off",
+            "no cgroup has the io controller: block IO is charged to the root",
+            "write +io to cgroup.subtree_control from the root down (systemd: IOAccounting=yes)",
+        )
+
+
+def _writeback(hierarchies: Hierarchies) -> Iterator[Refused]:
+    if hierarchies.io.id != 0:
+        yield Refused(
+            "cgroup v1",
+            "cgroup v1 charges buffered writeback to the root, whoever wrote",
+            "boot with cgroup v2 alone (systemd.unified_cgroup_hierarchy=1)",
+        )
+    elif not {"io", "memory"} <= _enabled(hierarchies.io):
+        yield Refused(
+            "io or memory controller off",
+            "buffered writeback is charged to its owner only where io and memory are both on",
+            "write +io +memory to cgroup.subtree_control from the root down (systemd: "
+            "IOAccounting=yes and MemoryAccounting=yes)",
+        )
+
+
+def _enabled(hierarchy: Hierarchy) -> set[str]:
+    try:
+        return set(Path(hierarchy.mount, "cgroup.subtree_control").read_text().split())
+    except OSError:
+        return set()

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Documents say what the program does."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from writeback_exporter.metrics.catalogue import ALL
+from writeback_exporter.metrics.reference import reference
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def test_metrics_reference_is_up_to_date() -> None:
+    assert (ROOT / "docs/metrics.md").read_text() == reference(), "run `make docs`"
+
+
+@pytest.mark.parametrize("name", ["README.md", "bpf/README.md", "CHANGELOG.md"])
+def test_documents_name_only_metrics_that_exist(name: str) -> None:
+    known = {metric.name for metric in ALL}
+    for used in re.findall(r"\bwriteback_[a-z_]+[a-z]\b", (ROOT / name).read_text()):
+        base = re.sub(r"_(total|bucket|sum|count)$", "", used)
+        families = {metric for metric in known if metric.startswith(used.rstrip("_"))}
+        assert base in known or families or used == "writeback_exporter", used
+
+
+def test_readme_is_one_screen() -> None:
+    assert len(README.splitlines()) <= 70
+
+
+def test_readme_names_flags_and_targets_that_exist() -> None:
+    program = Path(sys.executable).with_name("writeback-exporter")
+    text = subprocess.run([program, "--help"], capture_output=True, text=True, check=True).stdout
+    for flag in re.findall(r"--[a-z][a-z.-]+[a-z]", README):
+        assert flag in text, flag
+    makefile = (ROOT / "Makefile").read_text()
+    targets = re.findall(r"`?make ([a-z]+)`?", README)
+    assert {"run", "test"} <= set(targets)
+    for target in targets:
+        assert re.search(rf"^({target}|[a-z ]*\b{target}\b[a-z ]*):", makefile, re.MULTILINE), (
+            target
+        )
+
+
+def test_ci_runs_the_readme_test_command() -> None:
+    assert "exec make test" in (ROOT / ".ci/run").read_text()
+    assert "make test" in README
