@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import resource
 import sys
 import tempfile
 import time
@@ -20,7 +21,8 @@ from writeback_exporter.metrics.exposition import negotiate, render
 from writeback_exporter.names.cgroups import CgroupfsError
 from writeback_exporter.settings import Settings, duration, telemetry_path
 from writeback_exporter.web.landing import Landing
-from writeback_exporter.web.server import Address, ListenError, Server
+from writeback_exporter.web.listen import Address, ListenError
+from writeback_exporter.web.server import Server
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +62,7 @@ def _serve(settings: Settings) -> int:
     def landing() -> Landing:
         return Landing(__version__, [(f.name, f.available, f.reason) for f in exporter.features])
 
+    _raise_descriptor_limit()
     # The port first: where it is taken, nothing is loaded into the kernel.
     server = Server(
         settings.listen, settings.telemetry_path, exporter.collect, landing, lambda: started
@@ -74,6 +77,12 @@ def _serve(settings: Settings) -> int:
     finally:
         exporter.close()
     return 0
+
+
+def _raise_descriptor_limit() -> None:
+    # The server bounds its connections at 512; a soft limit of 1024 with our own would be near it.
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
 
 
 def _snapshot(settings: Settings, seconds: float, output: str) -> int:

@@ -83,6 +83,9 @@ class Exporter:
                 return
         else:
             self.features += [Feature(probe.name, True), *more]
+            for feature in more:
+                if not feature.available:
+                    log.info("%s is not available: %s", feature.name, feature.detail)
         self.running.insert(0, probe)
 
     def collect(self) -> Snapshot:
@@ -99,17 +102,21 @@ class Exporter:
             gone = self._host.cgroups.expired(now)
             for run in runs:
                 run.attempt(run.probe.forget, gone, self._host, now)
+            maps = self._about_maps()
         for run in runs:
             if run.error is None:
                 snapshot.families += run.snapshot.families
                 snapshot.histograms += run.snapshot.histograms
-        snapshot.families += self._about_collectors(runs) + self._about_maps() + self._about_self()
+        snapshot.families += self._about_collectors(runs) + maps + self._about_self()
         return snapshot
 
     def close(self) -> None:
-        for probe in self.running:
-            probe.close()
-        self.running.clear()
+        """Detaches and unloads all. Waits for a collection that is under way."""
+        self._lifecycle.stop_following()
+        with self._lock:
+            for probe in self.running:
+                probe.close()
+            self.running.clear()
 
     def _about_self(self) -> list[PrometheusMetric]:
         build = (__version__, platform.python_version(), self._libbpf_version)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from writeback_exporter.web.server import Address
+from writeback_exporter.web.listen import Address
 
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -32,7 +32,7 @@ def duration(text: str) -> float:
 
 
 def telemetry_path(text: str) -> str:
-    """An absolute URL path. Raises ValueError."""
-    if not re.fullmatch(r"/[!$&-;=@-Z_a-z~]*", text) or text.startswith("/-/"):
-        raise ValueError(f"{text!r} is no URL path for metrics, such as /metrics")
+    """An absolute URL path, none of the server's own. Raises ValueError."""
+    if not re.fullmatch(r"/(?!/|-/)[!$&-;=@-Z_a-z~%]*", text):
+        raise ValueError(f"{text!r} is not a path such as /metrics")
     return text

@@ -40,9 +40,10 @@ _STATUS = {
 }
 # Up to 5.17 the tracepoint gave the errno that blk_status_to_errno() makes of the status. EBUSY is
 # the device's lack of resources (13).
-_ERRNO = {95: 1, 110: 2, 28: 3, 67: 4, 121: 5, 52: 6, 61: 7, 84: 8, 12: 9, 5: 10, 11: 12, 16: 13}
-
-
+_ERRNO = dict(
+    # EOPNOTSUPP, ETIMEDOUT, ENOSPC, ENOLINK, EREMOTEIO, EBADE, ENODATA, EILSEQ, ENOMEM, EIO, ...
+    zip((95, 110, 28, 67, 121, 52, 61, 84, 12, 5, 78, 11, 16), range(1, 14), strict=True)
+)
 _COUNT = struct.Struct("=Q")
 _INDEX = struct.Struct("=I")
 

@@ -91,13 +91,16 @@ class CgroupLifecycle(Probe):
     def forget(self, gone: set[tuple[int, int]], host: Host, now: float) -> None:
         host.cgroups.forget(gone)
 
-    def close(self) -> None:
+    def stop_following(self) -> None:
+        """Ends the thread; whoever calls this must not hold the lock."""
         if self._follower:
             os.write(self._stop_write, b"\0")
             self._follower.join()
             self._follower = None
             os.close(self._stop_read)
             os.close(self._stop_write)
+
+    def close(self) -> None:
         if self._ring:
             self._ring.close()
             self._ring = None
