@@ -11,8 +11,8 @@ Generated from `exporter/writeback_exporter/metrics/catalogue.py` by `make docs`
 
 - **cgroup** is the path below its hierarchy's root (`/` is the root); `unattributed` is what has no
   owner, `other` what found no room or no name.
-- **device** is the disk's kernel name; **op** one of read, write, discard, flush, other; **bdi** the
-  name in `/sys/class/bdi`, for disks `MAJOR:MINOR`.
+- **device** is the disk's kernel name; **op** one of read, write, discard, flush, other; **bdi**
+  the name in `/sys/class/bdi`, for disks `MAJOR:MINOR`.
 """
 
 

@@ -150,10 +150,11 @@ def test_a_cgroup_at_its_memory_limit(tmp_path: Path) -> None:
         lab.cgroup(lab.hierarchies().io, "small") as group,
     ):
         (group.directory / "memory.high").write_text(str(16 * MIB))
-        lab.run_in([group], BUFFERED_WRITER, mount / "file", 12 * MIB)
+        # Long enough: the kernel sums a memcg's dirty pages every two seconds only.
+        lab.run_in([group], BUFFERED_WRITER, mount / "file", 30 * MIB)
         scrape = exporter.scrape()
         domains = throttle_domains(scrape)
-        assert domains["memcg"] > 0
+        assert domains["memcg"] > 0, domains
         assert domains["global"] == domains["bdi"] == 0
 
 
