@@ -45,8 +45,8 @@ class Exporter:
         self.hierarchies = find_hierarchies(settings.cgroupfs, settings.procfs)
         self.features: list[Feature] = attribution(self.hierarchies)
         self._host = Host(Cgroups(self.hierarchies), Devices(settings.sysfs))
-        self._lock = threading.Lock()
-        self._lifecycle = CgroupLifecycle(self._host.cgroups, self._lock)
+        self.lock = threading.Lock()
+        self._lifecycle = CgroupLifecycle(self._host.cgroups, self.lock)
         self._probes: list[Probe] = [
             probe() for name, probe in COLLECTORS.items() if name in settings.collectors
         ]
@@ -70,7 +70,7 @@ class Exporter:
                 self._start(probe, kernel)
         finally:
             kernel.close()
-        with self._lock:
+        with self.lock:
             self._host.cgroups.walk(time.monotonic())
 
     def _start(self, probe: Probe, kernel: Kernel) -> None:
@@ -92,7 +92,7 @@ class Exporter:
         """All that is known now. A probe that fails is left out, and a metric says so."""
         snapshot = Snapshot()
         runs = [_Run(probe) for probe in self.running]
-        with self._lock:
+        with self.lock:
             # All maps first, the events of cgroups last: each id in a map has its name by then.
             for run in runs:
                 run.attempt(run.probe.read)
@@ -102,18 +102,18 @@ class Exporter:
             gone = self._host.cgroups.expired(now)
             for run in runs:
                 run.attempt(run.probe.forget, gone, self._host, now)
-            maps = self._about_maps()
+                run.attempt(run.inspect)
         for run in runs:
             if run.error is None:
                 snapshot.families += run.snapshot.families
                 snapshot.histograms += run.snapshot.histograms
-        snapshot.families += self._about_collectors(runs) + maps + self._about_self()
+        snapshot.families += _about_collectors(runs) + _about_maps(runs) + self._about_self()
         return snapshot
 
     def close(self) -> None:
         """Detaches and unloads all. Waits for a collection that is under way."""
         self._lifecycle.stop_following()
-        with self._lock:
+        with self.lock:
             for probe in self.running:
                 probe.close()
             self.running.clear()
@@ -128,40 +128,6 @@ class Exporter:
             ),
         ]
 
-    def _about_maps(self) -> list[PrometheusMetric]:
-        probes = [probe for probe in self.running if probe.bpf]
-        use = {name: use for probe in probes for name, use in probe.use.items()}
-        dropped = {name: count for probe in probes for name, count in probe.drops().items()}
-        runs = {
-            f"{probe.name}/{program.name}": program.runs()
-            for probe in probes
-            for program in probe.programs()
-        }
-        return [
-            family(catalogue.EXPORTER_MAP_ENTRIES, (((m,), u.entries) for m, u in use.items())),
-            family(catalogue.EXPORTER_MAP_CAPACITY, (((m,), u.capacity) for m, u in use.items())),
-            family(catalogue.EXPORTER_MAP_DROPPED, (((m,), n) for m, n in dropped.items())),
-            family(catalogue.EXPORTER_PROGRAM_RUNS, (((p,), r.count) for p, r in runs.items())),
-            family(
-                catalogue.EXPORTER_PROGRAM_RUN_SECONDS,
-                (((p,), r.nanoseconds / 1e9) for p, r in runs.items()),
-            ),
-            family(catalogue.EXPORTER_PROGRAM_MISSED, (((p,), r.missed) for p, r in runs.items())),
-        ]
-
-    @staticmethod
-    def _about_collectors(runs: list[_Run]) -> list[PrometheusMetric]:
-        return [
-            family(
-                catalogue.EXPORTER_COLLECTOR_DURATION_SECONDS,
-                (((run.probe.name,), run.seconds) for run in runs),
-            ),
-            family(
-                catalogue.EXPORTER_COLLECTOR_SUCCESS,
-                (((run.probe.name,), float(run.error is None)) for run in runs),
-            ),
-        ]
-
 
 class _Run:
     """One probe in one collection."""
@@ -171,6 +137,8 @@ class _Run:
         self.snapshot = Snapshot()
         self.seconds = 0.0
         self.error: Exception | None = None
+        self.drops: dict[str, int] = {}
+        self.programs: dict[str, libbpf.Runs] = {}
 
     def attempt(self, step: Callable[..., None], *arguments: object) -> None:
         if self.error:
@@ -183,3 +151,42 @@ class _Run:
             log.error("collector %s failed: %s", self.probe.name, error)
             log.debug("its traceback", exc_info=True)
         self.seconds += time.perf_counter() - begin
+
+    def inspect(self) -> None:
+        """How its maps and programs are."""
+        if self.probe.bpf:
+            self.drops = self.probe.drops()
+            self.programs = {
+                f"{self.probe.name}/{program.name}": program.runs()
+                for program in self.probe.programs()
+            }
+
+
+def _about_collectors(runs: list[_Run]) -> list[PrometheusMetric]:
+    return [
+        family(
+            catalogue.EXPORTER_COLLECTOR_DURATION_SECONDS,
+            (((run.probe.name,), run.seconds) for run in runs),
+        ),
+        family(
+            catalogue.EXPORTER_COLLECTOR_SUCCESS,
+            (((run.probe.name,), float(run.error is None)) for run in runs),
+        ),
+    ]
+
+
+def _about_maps(runs: list[_Run]) -> list[PrometheusMetric]:
+    use = {m: use for run in runs for m, use in run.probe.use.items() if run.error is None}
+    drops = {m: count for run in runs for m, count in run.drops.items()}
+    programs = {p: counts for run in runs for p, counts in run.programs.items()}
+    return [
+        family(catalogue.EXPORTER_MAP_ENTRIES, (((m,), u.entries) for m, u in use.items())),
+        family(catalogue.EXPORTER_MAP_CAPACITY, (((m,), u.capacity) for m, u in use.items())),
+        family(catalogue.EXPORTER_MAP_DROPPED, (((m,), n) for m, n in drops.items())),
+        family(catalogue.EXPORTER_PROGRAM_RUNS, (((p,), r.count) for p, r in programs.items())),
+        family(
+            catalogue.EXPORTER_PROGRAM_RUN_SECONDS,
+            (((p,), r.nanoseconds / 1e9) for p, r in programs.items()),
+        ),
+        family(catalogue.EXPORTER_PROGRAM_MISSED, (((p,), r.missed) for p, r in programs.items())),
+    ]

@@ -8,7 +8,7 @@ import os
 import struct
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -162,6 +162,37 @@ def test_full_request_map_is_counted_as_dropped(small: dict[str, int], plugged: 
     dropped = seen.sum("exporter_map_dropped_total", map="requests_spilled")
     # Others' disks may be among the dropped; nothing of ours is in neither.
     assert counted <= 1200 <= counted + dropped
+
+
+def test_a_failed_collector_does_not_fail_the_scrape() -> None:
+    with exporter_in_process() as exporter:
+        (probe,) = (p for p in exporter.running if p.name == "block_io")
+        assert probe.bpf
+        # Its maps are gone under it, as after a bug of ours.
+        probe.bpf.close()
+        probe.bpf.maps.clear()
+        seen = scrape(exporter)
+    assert seen.sum("exporter_collector_success", collector="block_io") == 0
+    assert seen.sum("exporter_collector_success", collector="dirty_throttle") == 1
+    assert "writeback_dirty_throttle_method_info" in seen.samples
+    assert "writeback_block_io_inflight" not in seen.samples
+
+
+def test_lost_cgroup_events_are_made_up_for_by_a_walk(small: dict[str, int], plugged: Disk) -> None:
+    small["cgroup_events"] = 4096  # room for some fifty events
+    hierarchy = lab.hierarchies().io
+    with exporter_in_process() as exporter, ExitStack() as stack:
+        with exporter.lock:  # so that nobody empties the ring
+            groups = [
+                stack.enter_context(lab.cgroup(hierarchy, f"wbx-lost-{os.getpid()}-{i}"))
+                for i in range(200)
+            ]
+        lab.run_in([groups[-1]], DIRECT_WRITER, plugged.path, 4096, 5, 0)
+        seen = scrape(exporter)
+        assert seen.sum("exporter_map_dropped_total", map="cgroup_events") > 0
+        writers = by_cgroup(seen, "block_io_size_bytes_count", device=plugged.name, op="write")
+        assert writers.keys() == {groups[-1].label}
+        assert seen.sum("exporter_cgroups", state="live") >= 200
 
 
 def test_series_leave_with_their_cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
