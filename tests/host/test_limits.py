@@ -114,7 +114,8 @@ def test_full_dirty_throttle_map_collapses_into_other(
         pauses = sum(count for count, _ in seen.values())
         dropped = scrape(exporter).sum("exporter_map_dropped_total", map="dirty_throttle")
     assert sum(counts.values()) == pauses
-    assert counts["other"] == dropped == seen[task_cgroup.id][0]
+    assert counts["other"] == seen[task_cgroup.id][0] > 0
+    assert dropped >= counts["other"]
 
 
 @pytest.mark.parametrize("way", ["spilled", "hash"])
