@@ -87,7 +87,7 @@ lint: build $(VENV)/.tested build/packages.test
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
-	clang-format --dry-run -Werror bpf/*.[ch] $(wildcard tests/bench/*.bpf.c)
+	clang-format --style=file:bpf/.clang-format --dry-run -Werror bpf/*.[ch] tests/*/*.bpf.c
 
 unit host guest: build $(VENV)/.tested build/packages.test
 	$(VENV)/bin/python -m pytest tests/$@

@@ -3,7 +3,7 @@
  * Who a disk serves, and how: device time, queue time, size and errors of requests by
  * (cgroup, disk, op), and the disk's depth.
  *
- *	insert    stamps arrival, only where the kernel itself does not
+ *	insert    stamps arrival where the kernel itself does not; attached once a disk needs it
  *	issue     remembers the request: owner, disk, op, arrival, now
  *	requeue   takes it off the device, keeps its arrival
  *	complete  counts each portion; the last one makes the observation

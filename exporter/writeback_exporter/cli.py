@@ -19,6 +19,7 @@ from writeback_exporter.kernel.layout import BadObject
 from writeback_exporter.logs import FORMATS, LEVELS, set_up_logging
 from writeback_exporter.metrics.exposition import negotiate, render
 from writeback_exporter.names.cgroups import CgroupfsError
+from writeback_exporter.names.devices import SysfsError
 from writeback_exporter.settings import Settings, duration, telemetry_path
 from writeback_exporter.web.landing import Landing
 from writeback_exporter.web.listen import Address, ListenError
@@ -48,8 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.command == "snapshot":
             return _snapshot(settings, arguments.duration, arguments.output)
         return _serve(settings)
-    except (BadObject, CgroupfsError, ListenError, OSError) as error:
-        print(f"writeback-exporter: {error}", file=sys.stderr)
+    except (BadObject, CgroupfsError, SysfsError, ListenError, OSError) as error:
+        print(f"writeback-exporter: {_one_line(str(error))}", file=sys.stderr)
         return _FAILURE
     except KeyboardInterrupt:
         return 128 + 2  # as a shell reports SIGINT
@@ -118,9 +119,14 @@ def _replace(path: str, text: bytes) -> None:
         raise OSError(f"cannot write {path}: {error.strerror}") from error
 
 
+def _one_line(text: str) -> str:
+    """What a user gave may have newlines in it."""
+    return " ".join(text.split())
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        self.exit(_USAGE, f"{self.prog}: {message} (see {self.prog} --help)\n")
+        self.exit(_USAGE, f"{self.prog}: {_one_line(message)} (see {self.prog} --help)\n")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -44,9 +44,9 @@ class Exporter:
         """Raises CgroupfsError or BadObject, which no host can be blamed for."""
         self.hierarchies = find_hierarchies(settings.cgroupfs, settings.procfs)
         self.features: list[Feature] = attribution(self.hierarchies)
-        self._host = Host(Cgroups(self.hierarchies), Devices(settings.sysfs))
+        self.host = Host(Cgroups(self.hierarchies), Devices(settings.sysfs))
         self.lock = threading.Lock()
-        self._lifecycle = CgroupLifecycle(self._host.cgroups, self.lock)
+        self._lifecycle = CgroupLifecycle(self.host.cgroups, self.lock)
         self._probes: list[Probe] = [
             probe() for name, probe in COLLECTORS.items() if name in settings.collectors
         ]
@@ -71,7 +71,7 @@ class Exporter:
         finally:
             kernel.close()
         with self.lock:
-            self._host.cgroups.walk(time.monotonic())
+            self.host.cgroups.walk(time.monotonic())
 
     def _start(self, probe: Probe, kernel: Kernel) -> None:
         try:
@@ -97,11 +97,11 @@ class Exporter:
             for run in runs:
                 run.attempt(run.probe.read)
             for run in runs:
-                run.attempt(run.probe.fill, run.snapshot, self._host)
+                run.attempt(run.probe.fill, run.snapshot, self.host)
             now = time.monotonic()
-            gone = self._host.cgroups.expired(now)
+            gone = self.host.cgroups.expired(now)
             for run in runs:
-                run.attempt(run.probe.forget, gone, self._host, now)
+                run.attempt(run.probe.forget, gone, self.host, now)
                 run.attempt(run.inspect)
         for run in runs:
             if run.error is None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from writeback_exporter.web.listen import Address
 
+_LONGEST = 86400.0
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -28,6 +29,8 @@ def duration(text: str) -> float:
     match = re.fullmatch(r"([0-9]+)(ms|s|m|h)", text)
     if not match:
         raise ValueError(f"{text!r} is no duration, such as 500ms, 5s or 2m")
+    if len(match[1]) > 8 or int(match[1]) * _UNITS[match[2]] > _LONGEST:
+        raise ValueError(f"{text!r} is longer than a day")
     return int(match[1]) * _UNITS[match[2]]
 
 

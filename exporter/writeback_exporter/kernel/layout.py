@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 
 from elftools.common.exceptions import ELFError
 from elftools.elf.elffile import ELFFile
@@ -32,6 +33,12 @@ _TRAILER = {
     _DECL_TAG: (4, 0),
     _ENUM64: (0, 12),
 }
+_NONSENSE = (
+    *(ELFError, KeyError, ValueError, IndexError, AttributeError, TypeError),
+    *(RecursionError, MemoryError, OverflowError, struct.error),
+)
+_REMEDY = "reinstall writeback-exporter, or run `make bpf` in its source"
+_LONGEST_ARRAY = 1 << 16
 _UNSIGNED = {1: "B", 2: "H", 4: "I", 8: "Q"}
 
 
@@ -99,24 +106,28 @@ class ObjectFile:
         """Raises BadObject where the file is absent, truncated, or no BPF object."""
         self.path = path
         self.name = os.path.basename(path)
-        try:
-            with open(path, "rb") as stream:
-                elf = ELFFile(stream)
-                sections = {section.name: section for section in elf.iter_sections()}
-                btf = sections[".BTF"].data()
-                self.version = sections["exporter_version"].data().rstrip(b"\0").decode()
-                self._constants = self._symbols_of(elf, ".rodata")
+        with self._reading(), open(path, "rb") as stream:
+            elf = ELFFile(stream)
+            sections = {section.name: section for section in elf.iter_sections()}
+            btf = sections[".BTF"].data()
+            self.version = sections["exporter_version"].data().rstrip(b"\0").decode()
+            self._constants = self._symbols_of(elf, ".rodata")
             self._types = list(_parse(btf))
+            self.maps = self._read_maps()
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """What is read in here is the file's content: whatever goes wrong is the file's fault."""
+        try:
+            yield
         except OSError as error:
             raise BadObject(
-                f"cannot read BPF object {path}: {error.strerror}; reinstall writeback-exporter, "
-                "or run `make bpf` in its source"
+                f"cannot read BPF object {self.path}: {error.strerror}; {_REMEDY}"
             ) from error
-        # pyelftools' parser raises any of these on a file that ends early.
-        except (ELFError, KeyError, ValueError, IndexError, AttributeError, struct.error) as error:
+        # pyelftools' parser raises any of these on a file that ends early, and ours on nonsense.
+        except _NONSENSE as error:
             raise BadObject(
-                f"{path} is truncated or no BPF object of this exporter; reinstall "
-                "writeback-exporter, or run `make bpf` in its source"
+                f"{self.path} is truncated or no BPF object of this exporter; {_REMEDY}"
             ) from error
 
     @staticmethod
@@ -147,11 +158,11 @@ class ObjectFile:
         """A struct that some map's value is or holds."""
         for type_id, described in enumerate(self._types):
             if described.kind == _STRUCT and described.name == name:
-                return self._layout(type_id)
+                with self._reading():
+                    return self._layout(type_id)
         raise self._foreign(f"struct {name}")
 
-    @cached_property
-    def maps(self) -> dict[str, MapLayout]:
+    def _read_maps(self) -> dict[str, MapLayout]:
         """Layouts by map, from the definitions in section .maps."""
         found = {}
         for section in self._types:
@@ -170,8 +181,7 @@ class ObjectFile:
 
     def _foreign(self, missing: str) -> BadObject:
         return BadObject(
-            f"{self.path} has no {missing}: it was built for another version; reinstall "
-            "writeback-exporter, or run `make bpf` in its source"
+            f"{self.path} has no {missing}: it was built for another version; {_REMEDY}"
         )
 
     def _pointed_to(self, definition: _Type, member: str) -> Layout | None:
@@ -203,6 +213,8 @@ class ObjectFile:
                 self._flatten(inner, member_type, offset + member_offset, fields)
         elif described.kind == _ARRAY:
             element_id, count = described.array
+            if count > _LONGEST_ARRAY:
+                raise ValueError(f"array {name} of {count}")
             element = self._types[self._resolve(element_id)]
             if element.kind == _STRUCT:
                 for i in range(count):

@@ -389,7 +389,7 @@ class Object:
         options = _OpenOptions(sz=C.sizeof(_OpenOptions))
         options.btf_custom_path = os.fsencode(btf) if btf else None
         self.file = file
-        self._links: list[Link] = []
+        self._links: list[tuple[str, Link]] = []
         _pending().clear()
         pointer = _lib.bpf_object__open_file(os.fsencode(file.path), C.byref(options))
         if not pointer:
@@ -427,13 +427,22 @@ class Object:
     def attach(self, program: str) -> Link:
         """Attaches a program; the object keeps the link and closes it with itself."""
         link = self.programs[program].attach()
-        self._links.append(link)
+        self._links.append((program, link))
         return link
 
-    def close(self) -> None:
-        for link in self._links:
+    @property
+    def attached(self) -> tuple[str, ...]:
+        """The programs that run now."""
+        return tuple(program for program, _ in self._links)
+
+    def detach(self) -> None:
+        """Detaches all programs; they stay loaded, and the maps are as they were."""
+        for _, link in self._links:
             link.close()
         self._links.clear()
+
+    def close(self) -> None:
+        self.detach()
         if self._pointer is not None:
             _lib.bpf_object__close(self._pointer)
             self._pointer = None

@@ -109,10 +109,15 @@ def open_file(name: str) -> ObjectFile:
     return file
 
 
-def load(file: ObjectFile, programs: Sequence[str], constants: Mapping[str, int]) -> Object:
-    """Loads these programs of the object, and no others, and attaches them in this order: all or
-    none. What sees the end of a thing comes before what sees its begin, or things that begin and
-    end while we attach would never end for us.
+def load(
+    file: ObjectFile,
+    programs: Sequence[str],
+    constants: Mapping[str, int],
+    also: Sequence[str] = (),
+) -> Object:
+    """Loads these programs of the object and attaches them in this order, all or none; those of
+    `also` are loaded, to be attached later. What sees the end of a thing comes before what sees its
+    begin, or things that begin and end while we attach would never end for us.
 
     Raises Refused, with what the kernel said.
     """
@@ -120,7 +125,7 @@ def load(file: ObjectFile, programs: Sequence[str], constants: Mapping[str, int]
     try:
         opened = Object(file)
         for program in opened.programs.values():
-            program.autoload = program.name in programs
+            program.autoload = program.name in (*programs, *also)
         opened.set_constants(**constants)
         opened.load()
         for name in programs:

@@ -9,6 +9,7 @@ and then until its last samples were scraped.
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -26,6 +27,8 @@ that each of several Prometheus servers sees its last samples."""
 
 _EXITED_LIMIT = 50_000
 """Names of exited cgroups kept where nobody scrapes; without the eldest, its rows are OTHER's."""
+_EVICTED_LIMIT = 500_000
+"""Ids kept of those; more cannot be in the maps."""
 
 
 class CgroupfsError(Exception):
@@ -99,7 +102,7 @@ def find_hierarchies(cgroupfs: str, procfs: str) -> Hierarchies:
 def _hierarchy_numbers(procfs: str) -> dict[str, int]:
     # /proc/self/cgroup: "7:blkio:/path"; "0::/path" is v2.
     try:
-        lines = Path(procfs, "self/cgroup").read_text(errors="surrogateescape").splitlines()
+        lines = Path(procfs, "self/cgroup").read_bytes().rstrip(b"\n").split(b"\n")
     except OSError as error:
         raise CgroupfsError(
             f"cannot read {procfs}/self/cgroup: {error.strerror}; mount procfs there, or say where "
@@ -107,8 +110,8 @@ def _hierarchy_numbers(procfs: str) -> dict[str, int]:
         ) from error
     numbers = {}
     for line in lines:
-        number, controllers, _ = line.split(":", 2)
-        for controller in controllers.split(","):
+        number, controllers, _ = line.split(b":", 2)
+        for controller in controllers.decode("ascii", "replace").split(","):
             numbers[controller] = int(number)
     return numbers
 
@@ -141,6 +144,8 @@ class _Tree:
     exited: dict[int, _Exited] = field(default_factory=dict)
     collapsed: set[int] = field(default_factory=set)
     """Ids that were exported as OTHER once: they stay there, or OTHER's counters would go back."""
+    evicted: deque[int] = field(default_factory=lambda: deque(maxlen=_EVICTED_LIMIT))
+    """Ids whose names were given up, though their entries in the maps are still to go."""
 
 
 class Cgroups:
@@ -153,11 +158,20 @@ class Cgroups:
     def walk(self, now: float) -> None:
         """Learns what is there now. At start, and after events were lost: what a former walk or
         event knew and this one does not see has exited at `now`, a monotonic time in seconds."""
+        found = {
+            tree.hierarchy.id: dict(_walk(tree.hierarchy.mount)) for tree in self._trees.values()
+        }
         for tree in self._trees.values():
-            found = dict(_walk(tree.hierarchy.mount))
-            for cgroup in tree.live.keys() - found.keys():
-                tree.exited[cgroup] = _Exited(tree.live[cgroup], released_at=now)
-            tree.live = found
+            there = found[tree.hierarchy.id]
+            for cgroup in tree.live.keys() - there.keys():
+                tree.exited[cgroup] = _Exited(tree.live[cgroup])
+            tree.live = there
+            for cgroup in tree.exited.keys() & there.keys():
+                del tree.exited[cgroup]
+            # Its release may be among the events that were lost: what waits for it waits no more.
+            for exited in tree.exited.values():
+                if exited.released_at is None:
+                    exited.released_at = now
 
     def apply(self, kind: EventKind, hierarchy: int, cgroup: int, path: bytes, now: float) -> None:
         """Takes in one event of the kernel, in its order."""
@@ -176,7 +190,10 @@ class Cgroups:
             exited.released_at = now
             tree.live.pop(cgroup, None)
             if len(tree.exited) > _EXITED_LIMIT:
-                del tree.exited[next(iter(tree.exited))]
+                eldest = next(iter(tree.exited))
+                del tree.exited[eldest]
+                tree.collapsed.add(eldest)
+                tree.evicted.append(eldest)
 
     def name(self, hierarchy: Hierarchy, cgroup: int) -> str:
         """The label of a cgroup: its path below the hierarchy's root, or UNATTRIBUTED or OTHER."""
@@ -198,6 +215,7 @@ class Cgroups:
         """(hierarchy, id) of the cgroups whose series may go, and marks the rest as scraped."""
         gone = set()
         for tree in self._trees.values():
+            gone |= {(tree.hierarchy.id, cgroup) for cgroup in tree.evicted}
             for cgroup, exited in tree.exited.items():
                 if exited.released_at is None:
                     continue
@@ -208,8 +226,10 @@ class Cgroups:
 
     def forget(self, gone: set[tuple[int, int]]) -> None:
         for hierarchy, cgroup in gone:
-            del self._trees[hierarchy].exited[cgroup]
+            self._trees[hierarchy].exited.pop(cgroup, None)
             self._trees[hierarchy].collapsed.discard(cgroup)
+        for tree in self._trees.values():
+            tree.evicted.clear()
 
     def labels_in_use(self, hierarchy: Hierarchy, gone: set[tuple[int, int]]) -> set[str]:
         """The labels of a hierarchy that stay when `gone` are forgotten: a path may have a new
@@ -256,5 +276,10 @@ def _walk(mount: str) -> Iterator[tuple[int, str]]:
                     path = parent + b"/" + entry.name
                     yield entry.inode(), printable(path)
                     pending.append(path)
-        except OSError:
-            continue
+        except (FileNotFoundError, NotADirectoryError):
+            continue  # it has gone meanwhile
+        except OSError as error:
+            raise CgroupfsError(
+                f"cannot read {printable(top + parent)}: {error.strerror}; raise the limit of open "
+                "files if that is the reason, or run the exporter as root"
+            ) from error

@@ -82,7 +82,7 @@ class Probe(ABC):
     def programs(self) -> list[Program]:
         """Those that run on this kernel."""
         assert self.bpf is not None, "load() comes first"
-        return [program for program in self.bpf.programs.values() if program.autoload]
+        return [self.bpf.programs[name] for name in self.bpf.attached]
 
     def close(self) -> None:
         if self.bpf:

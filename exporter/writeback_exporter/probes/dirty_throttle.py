@@ -30,8 +30,9 @@ _CLOCK_MONOTONIC_COARSE = 6  # include/uapi/linux/time.h; the time module does n
 _VALUES_ARITY, _CONTROL_ARITY = 12, 8
 # A counter of pages that ran below zero reads as 2^64 - n. No machine has 2^48 pages.
 _PAGES_LIMIT = 1 << 48
-# A thread is entered a moment before it sleeps; where a nowait write (BDP_ASYNC) made the entry, it
-# never does, and the next of its pauses takes the entry over. What is older belongs to no thread.
+# A thread is entered a moment before it sleeps, 200 ms at most (MAX_PAUSE, mm/page-writeback.c).
+# Where a nowait write (BDP_ASYNC) made the entry it never does, and the next of its pauses takes
+# the entry over; and no run of an fexit program is certain. What is older is nobody's sleep.
 _STALE_NS = 60_000_000_000
 
 
@@ -116,6 +117,14 @@ class DirtyThrottle(Probe):
             self._bdis[bdi] = _Bdi(bdi, text, value)
             if bdi in known:
                 self._bdis[bdi].gone_since = known[bdi].gone_since
+        self._throttles = [entry for entry in self._throttles if self._is_known(entry[0])]
+
+    def _is_known(self, key: bytes) -> bool:
+        """Whether the entry's BDI is; else, when that was forgotten, a last pause came after it."""
+        _, bdi = self._key.unpack(key)
+        if bdi not in self._bdis:
+            self._map("dirty_throttle").delete(key)
+        return bdi in self._bdis
 
     def _read_sleepers(self) -> None:
         sleepers = self._dump("sleepers")
@@ -127,10 +136,10 @@ class DirtyThrottle(Probe):
             # The timer wheel rounds up: a pause is a tick longer than requested.
             wakes_ns = event_ns + pause_ns + tick_ns
             asleep = sleep_ns != 0 if self.measured else now < wakes_ns
-            if asleep:
-                self._asleep[cgroup, bdi] += 1
-            elif now - event_ns > _STALE_NS:
+            if now - event_ns - pause_ns > _STALE_NS:
                 self._map("sleepers").delete(tid)
+            elif asleep:
+                self._asleep[cgroup, bdi] += 1
 
     def fill(self, snapshot: Snapshot, host: Host) -> None:
         table = Table(self._carried)
@@ -146,6 +155,8 @@ class DirtyThrottle(Probe):
         )
         asleep = Counter[Labels]()
         for (cgroup, bdi), tasks in self._asleep.items():
+            if bdi not in self._bdis:
+                continue
             asleep[self._labels(host.cgroups, cgroup, bdi)] += tasks
         method = "fexit" if self.measured else "requested"
         snapshot.families += [

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the exporter costs beside its BPF programs: start, memory, and each scrape.
+
+    python -m tests.bench.bench_scrape [--cgroups N...]
+
+First a running exporter, as a user starts it. Then, in a process of its own for each size, an
+exporter whose real block_io map is filled with entries of a disk of ours and of many cgroups: up to
+a thousand are made, those beyond are made known as if the kernel had told of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tests import lab
+from tests.bench.bench_bpf import ROOT, ram_disk
+from tests.bench.tables import Reach, print_table
+from writeback_exporter.exporter import COLLECTORS, Exporter
+from writeback_exporter.metrics.exposition import gzip_chunks, negotiate, render
+from writeback_exporter.names.cgroups import EventKind
+from writeback_exporter.probes.block_io import BlockIo
+from writeback_exporter.settings import Settings
+
+CGROUPS = (10, 1_000, 10_000)
+REAL_CGROUPS = 1_000
+OPS = 2
+SCRAPES = 5
+RUNS = 3
+IDLE_MB = 60
+ACCEPT = "application/openmetrics-text;version=1.0.0"  # what Prometheus asks for first
+
+
+def _status_mb(key: str, pid: int | str = "self") -> float:
+    """A size from /proc/PID/status, which has it in units of 1024 bytes."""
+    text = Path(f"/proc/{pid}/status").read_text()
+    return int(text.partition(f"{key}:")[2].split()[0]) * 1024 / 1e6
+
+
+# A running exporter -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """An exporter that nobody gives work: seconds and MB."""
+
+    first_scrape_seconds: float
+    started_mb: float
+    scraped_mb: float
+
+
+def idle() -> Idle:
+    begin = time.perf_counter()
+    with lab.Exporter() as exporter:
+        started = _status_mb("VmRSS", exporter.process.pid)
+        exporter.get("/metrics")
+        seconds = time.perf_counter() - begin
+        for _ in range(9):
+            exporter.get("/metrics", {"Accept": ACCEPT, "Accept-Encoding": "gzip"})
+        return Idle(seconds, started, _status_mb("VmRSS", exporter.process.pid))
+
+
+# An exporter with many cgroups --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Scrape:
+    """Medians of one process' scrapes: seconds, bytes, MB."""
+
+    collect_seconds: float
+    """Reading the maps and naming what is in them."""
+    seconds: float
+    """That, and rendering and compressing it."""
+    cpu_seconds: float
+    raw_bytes: int
+    gzip_bytes: int
+    peak_mb: float
+
+
+def scrapes(cgroups: int) -> Scrape:
+    with ExitStack() as stack:
+        disk = stack.enter_context(ram_disk())
+        made = list(_made(stack, min(cgroups, REAL_CGROUPS)))
+        exporter = Exporter(
+            Settings((), "/metrics", frozenset(COLLECTORS), "/proc", "/sys", "/sys/fs/cgroup")
+        )
+        stack.callback(exporter.close)
+        exporter.start()
+        known = _make_known(exporter, cgroups - len(made))
+        block_io = next(probe for probe in exporter.running if isinstance(probe, BlockIo))
+        _fill(block_io, [cgroup.id for cgroup in made] + known, _index(block_io, disk))
+        Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
+        return _median([_scrape(exporter) for _ in range(SCRAPES)])
+
+
+def _made(stack: ExitStack, count: int) -> Iterator[lab.Cgroup]:
+    hierarchy = lab.hierarchies().io
+    for i in range(count):
+        yield stack.enter_context(lab.cgroup(hierarchy, f"{_name(i)}-{os.getpid()}"))
+
+
+def _name(number: int) -> str:
+    """As long as a container's."""
+    return f"docker-{random.Random(number).getrandbits(256):064x}.scope"
+
+
+def _make_known(exporter: Exporter, count: int) -> list[int]:
+    """Ids that the exporter has names for, as after as many events of the kernel."""
+    ids = [(1 << 40) + i for i in range(count)]
+    with exporter.lock:
+        for i in ids:
+            path = f"/system.slice/{_name(i)}".encode()
+            tree = exporter.hierarchies.io.id
+            exporter.host.cgroups.apply(EventKind.MKDIR, tree, i, path, time.monotonic())
+    return ids
+
+
+def _index(block_io: BlockIo, disk: lab.Disk) -> int:
+    """The disk's place in the maps, which it gets with its first IO."""
+    assert block_io.bpf is not None
+    with open(disk.path, "rb") as stream:
+        os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        stream.read(4096)
+    layout = block_io.file.map("disk_index").key
+    assert layout is not None
+    major, minor = map(int, disk.dev.split(":"))
+    keys, values = block_io.bpf.maps["disk_index"].dump()
+    for i, (dev,) in enumerate(layout.pick("dev").iter_unpack(keys)):
+        if dev == major << 32 | minor:
+            return int(struct.unpack_from("=I", values, 4 * i)[0])
+    raise AssertionError(f"{disk.name} had IO that the exporter has not seen")
+
+
+def _fill(block_io: BlockIo, cgroups: Sequence[int], disk: int) -> None:
+    assert block_io.bpf is not None
+    chance = random.Random(len(cgroups))
+    for cgroup in cgroups:
+        for op in range(OPS):
+            key = struct.pack("=QII", cgroup, disk, op)
+            block_io.bpf.maps["block_io"].update(key, _value(block_io, chance))
+    block_io.read()
+    assert block_io.use["block_io"].entries >= len(cgroups) * OPS
+
+
+def _value(block_io: BlockIo, chance: random.Random) -> bytes:
+    """A struct io_histograms whose histograms each have observations in six slots."""
+    layout = block_io.file.struct("io_histograms")
+    value = bytearray(layout.size)
+    for field in layout.fields.values():
+        numbers = [0] * field.count
+        if field.count == 1:
+            numbers[0] = chance.getrandbits(44)
+        for slot in range(min(6, field.count - 1)):
+            numbers[slot + field.count // 4] = int(10 ** chance.uniform(0, 6))
+        struct.pack_into(f"={field.count}Q", value, field.offset, *numbers)
+    return bytes(value)
+
+
+def _scrape(exporter: Exporter) -> Scrape:
+    begin, cpu = time.perf_counter(), time.process_time()
+    snapshot = exporter.collect()
+    collected = time.perf_counter()
+    raw = 0
+
+    def counted() -> Iterator[bytes]:
+        nonlocal raw
+        for chunk in render(snapshot, negotiate(ACCEPT)):
+            raw += len(chunk)
+            yield chunk
+
+    compressed = sum(map(len, gzip_chunks(counted())))
+    seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
+    return Scrape(collected - begin, seconds, cpu, raw, compressed, _status_mb("VmHWM"))
+
+
+def _median(taken: Sequence[Scrape]) -> Scrape:
+    figures = [asdict(scrape) for scrape in taken]
+    return Scrape(**{key: statistics.median(each[key] for each in figures) for key in figures[0]})
+
+
+def in_a_child(cgroups: int) -> Scrape:
+    command = [sys.executable, "-m", "tests.bench.bench_scrape", "--child", str(cgroups)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    return Scrape(**json.loads(done.stdout))
+
+
+# Printing -----------------------------------------------------------------------------------------
+
+
+def _print_idle() -> Reach:
+    taken = [idle() for _ in range(RUNS)]
+    seconds, started, scraped = (
+        statistics.median(each[key] for each in map(asdict, taken))
+        for key in ("first_scrape_seconds", "started_mb", "scraped_mb")
+    )
+    print_table(
+        "A running exporter without load",
+        ("", "start to first scrape s", "RSS MB started", "after 10 scrapes"),
+        [["exporter", f"{seconds:.2f}", f"{started:.1f}", f"{scraped:.1f}"]],
+    )
+    return Reach("idle memory after 10 scrapes", scraped, IDLE_MB, "MB")
+
+
+def _row(cgroups: int) -> list[str]:
+    scrape = _median([in_a_child(cgroups) for _ in range(RUNS)])
+    return [
+        f"{cgroups:,}",
+        f"{scrape.collect_seconds:.4f}",
+        f"{scrape.seconds:.4f}",
+        f"{scrape.cpu_seconds:.4f}",
+        f"{scrape.raw_bytes / 1e6:.2f}",
+        f"{scrape.gzip_bytes / 1e6:.2f}",
+        f"{scrape.peak_mb:.1f}",
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> list[Reach]:
+    """Measures and prints; what is to be reached."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--cgroups", type=int, nargs="+", default=CGROUPS)
+    parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.child:
+        print(json.dumps(asdict(scrapes(options.child))))
+        return []
+    reach = _print_idle()
+    print(reach, flush=True)
+    print_table(
+        f"A scrape of block IO by cgroup, {OPS} operations each, OpenMetrics",
+        ("cgroups", "collect s", "+ render, gzip s", "CPU s", "MB", "gzip MB", "peak RSS MB"),
+        [_row(cgroups) for cgroups in options.cgroups],
+    )
+    return [reach]
+
+
+if __name__ == "__main__":
+    main()
