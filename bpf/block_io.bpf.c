@@ -290,17 +290,12 @@ static __always_inline void count_overflow(struct request *rq, int n)
 		__sync_fetch_and_add(&slot->overflow, n);
 }
 
-/* A place for a request that has none. What a slot held before is still in it. */
-static __always_inline struct request_state *claim_request(struct request *rq, bool slots)
+static __always_inline struct request_state *spill_request(struct request *rq, bool slots)
 {
-	struct request_state fresh = { .rq = (__u64)rq, .spilled = true }, *slot;
+	struct request_state fresh = { .rq = (__u64)rq, .spilled = true };
 
-	if (slots) {
-		slot = slot_of_request(rq);
-		if (slot && !slot->rq && !__sync_val_compare_and_swap(&slot->rq, 0, (__u64)rq))
-			return slot;
+	if (slots)
 		count_overflow(rq, 1);
-	}
 	if (bpf_map_update_elem(&requests_spilled, &rq, &fresh, BPF_ANY)) {
 		if (slots)
 			count_overflow(rq, -1);
@@ -308,6 +303,40 @@ static __always_inline struct request_state *claim_request(struct request *rq, b
 		return NULL;
 	}
 	return bpf_map_lookup_elem(&requests_spilled, &rq);
+}
+
+/* The request's place; if it had none, a new one, in which a slot's last user is still to be seen.
+ */
+static __always_inline struct request_state *enter_request(struct request *rq, bool slots,
+							   bool *is_new)
+{
+	struct request_state *state = NULL;
+	__u64 owner;
+
+	*is_new = false;
+	if (slots) {
+		state = slot_of_request(rq);
+		/* Nobody was spilled from here, so the request was not: find and claim in one step.
+		 */
+		if (state && !state->overflow) {
+			owner = __sync_val_compare_and_swap(&state->rq, 0, (__u64)rq);
+			*is_new = !owner;
+			if (!owner || owner == (__u64)rq)
+				return state;
+			*is_new = true;
+			return spill_request(rq, slots);
+		}
+	}
+	state = find_request(rq, slots);
+	if (state)
+		return state;
+	*is_new = true;
+	if (slots) {
+		state = slot_of_request(rq);
+		if (state && !__sync_val_compare_and_swap(&state->rq, 0, (__u64)rq))
+			return state;
+	}
+	return spill_request(rq, slots);
 }
 
 /*
@@ -421,19 +450,18 @@ static __always_inline __u64 arrival(struct request *rq, __u64 now)
 static __always_inline int insert(struct request *rq, bool slots)
 {
 	struct request_state *state;
+	bool is_new;
 
 	if (rq->start_time_ns || is_passthrough(rq))
 		return 0;
-	state = find_request(rq, slots);
-	if (!state) {
-		state = claim_request(rq, slots);
-		if (!state)
+	state = enter_request(rq, slots, &is_new);
+	if (!state)
+		return 0;
+	if (!is_new) {
+		if (!state->issue_ns) /* requeued, and inserted again */
 			return 0;
-	} else if (state->issue_ns) {
 		leave_disk(state->disk);
 		drop(DROP_REQUESTS);
-	} else if (state->arrival_ns) { /* requeued, and inserted again */
-		return 0;
 	}
 	state->issue_ns = 0;
 	state->arrival_ns = bpf_ktime_get_ns();
@@ -448,6 +476,7 @@ static __always_inline int issue(struct request *rq, bool slots)
 	struct disk *disk;
 	__u64 now, depth;
 	__u32 index;
+	bool is_new;
 
 	if (is_passthrough(rq) || !gd)
 		return 0;
@@ -457,20 +486,16 @@ static __always_inline int issue(struct request *rq, bool slots)
 		drop(DROP_DISKS);
 		return 0;
 	}
-	state = find_request(rq, slots);
-	if (state && !state->issue_ns) { /* inserted, or requeued: its arrival and portions stand */
-		if (!state->arrival_ns)
-			state->arrival_ns = arrival(rq, now);
-	} else {
-		if (state) {
-			/* Its memory is in use again, and we never saw the end of the last use. */
-			leave_disk(state->disk);
-			drop(DROP_REQUESTS);
-		} else {
-			state = claim_request(rq, slots);
-			if (!state)
-				return 0;
-		}
+	state = enter_request(rq, slots, &is_new);
+	if (!state)
+		return 0;
+	if (!is_new && state->issue_ns) {
+		/* Its memory is in use again, and we never saw the end of the last use. */
+		leave_disk(state->disk);
+		drop(DROP_REQUESTS);
+		is_new = true;
+	}
+	if (is_new) { /* else inserted, or requeued: its arrival and portions stand */
 		state->arrival_ns = arrival(rq, now);
 		state->bytes = 0;
 	}
