@@ -114,7 +114,7 @@ struct io_depth {
 
 struct disk {
 	struct disk_id id;
-	__u64 inflight;
+	__s64 inflight;
 	struct io_depth depth;
 	/* What found no room in block_io: attributed to no cgroup, but not lost. */
 	struct io_histograms other[IO_OPS];
@@ -243,6 +243,7 @@ static __noinline __u32 find_disk(struct gendisk *gd, __u64 dev)
 	if (!disk)
 		return DISKS;
 	bpf_probe_read_kernel_str(disk->name, sizeof(disk->name), gd->disk_name);
+	disk->inflight = 0;
 	disk->id.dev = dev;
 	disk->id.gendisk = (__u64)gd;
 	return index;
@@ -360,7 +361,7 @@ static __always_inline void leave_disk(__u32 index)
 	struct disk *disk = bpf_map_lookup_elem(&disks, &index);
 
 	if (disk)
-		add(&disk->inflight, -1);
+		__sync_fetch_and_add(&disk->inflight, -1);
 }
 
 static __always_inline __u64 owner_of(struct request *rq)
@@ -507,7 +508,7 @@ static __always_inline int issue(struct request *rq, bool slots)
 	if (slots) {
 		depth = __sync_fetch_and_add(&disk->inflight, 1) + 1;
 	} else { /* 5.10 cannot add and fetch */
-		add(&disk->inflight, 1);
+		__sync_fetch_and_add(&disk->inflight, 1);
 		depth = disk->inflight;
 	}
 	add(&disk->depth.sum, depth);

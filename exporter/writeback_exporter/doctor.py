@@ -33,7 +33,11 @@ def examine(settings: Settings) -> int:
         print(f"throttled tasks are named by {exporter.hierarchies.task.mount}\n")
         for feature in features:
             _print(feature)
-        print(f"\n{'The main signals work here.' if healthy else 'Main signals are missing.'}")
+        if not settings.collectors:
+            verdict = "No collector is switched on."
+        else:
+            verdict = "The main signals work here." if healthy else "Main signals are missing."
+        print(f"\n{verdict}")
     finally:
         exporter.close()
     return 0 if healthy else 1

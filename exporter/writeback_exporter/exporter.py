@@ -53,13 +53,15 @@ class Exporter:
         # Last: its events then name all that the others have read.
         self._probes.append(self._lifecycle)
         self.running: list[Probe] = []
-        self._libbpf_version = ""
+        try:
+            self._libbpf_version = libbpf.version()
+        except libbpf.LibbpfMissing:
+            self._libbpf_version = ""  # the features say why
 
     def start(self) -> None:
         """Loads and attaches what this host allows; `features` then says what that is."""
         try:
             kernel = Kernel()
-            self._libbpf_version = libbpf.version()
         except Refused as refusal:
             self.features += [Feature.refused(probe.name, refusal) for probe in self._probes]
             log.error("no BPF: %s", refusal)

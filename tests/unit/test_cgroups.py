@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import shutil
@@ -193,13 +194,34 @@ def test_cgroup_path_that_cannot_be_read(tmp_path: Path) -> None:
             find_hierarchies(str(tmp_path / name), procfs(tmp_path))
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read directories of mode 000")
-def test_cgroup_path_without_permission(tmp_path: Path) -> None:
-    top = tree(tmp_path / "cgroup", v2=True)
+@contextlib.contextmanager
+def as_nobody() -> Iterator[None]:
+    """Without root's right to read everything."""
+    root = os.geteuid() == 0
+    if root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if root:
+            os.seteuid(0)
+
+
+@pytest.fixture
+def open_path() -> Iterator[Path]:
+    """As tmp_path, but not for the user's own eyes alone."""
+    with tempfile.TemporaryDirectory() as name:
+        os.chmod(name, 0o755)
+        yield Path(name)
+
+
+def test_cgroup_path_without_permission(open_path: Path) -> None:
+    top = tree(open_path / "cgroup", v2=True)
+    proc = procfs(open_path)
     top.chmod(0)
     try:
-        with pytest.raises(CgroupfsError, match=f"{top}: Permission denied; "):
-            find_hierarchies(str(top), procfs(tmp_path))
+        with as_nobody(), pytest.raises(CgroupfsError, match=f"{top}: Permission denied; "):
+            find_hierarchies(str(top), proc)
     finally:
         top.chmod(0o700)
 
@@ -313,6 +335,20 @@ def test_walk_while_cgroups_come_and_go(tmp_path: Path) -> None:
     finally:
         done.set()
         thread.join()
+
+
+def test_walk_past_a_cgroup_without_permission(open_path: Path) -> None:
+    """Whoever has a cgroup delegated to him may close it, which must not close all others too."""
+    top = tree(open_path / "cgroup", "a/b", "closed/c", "d")
+    hierarchy = Hierarchy(0, str(top))
+    (top / "closed").chmod(0)
+    try:
+        with as_nobody():
+            cgroups = walked(only(hierarchy))
+    finally:
+        (top / "closed").chmod(0o700)
+    expected = {"/", "/a", "/a/b", "/closed", "/d"}
+    assert cgroups.labels_in_use(hierarchy, set()) - {OTHER, UNATTRIBUTED} == expected
 
 
 def test_walk_without_file_descriptors(tmp_path: Path) -> None:

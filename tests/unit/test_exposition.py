@@ -163,6 +163,8 @@ def test_snapshots_equal_prometheus_client(snapshot: Snapshot, accept: str) -> N
 
 
 @given(count=st.integers(0, 2**64))
+@example(count=9_999)
+@example(count=10_000)
 @example(count=999_999)
 @example(count=1_000_000)
 @example(count=1_234_567)
@@ -172,7 +174,8 @@ def test_snapshots_equal_prometheus_client(snapshot: Snapshot, accept: str) -> N
 @example(count=2**53 + 1)
 @example(count=10**16)
 def test_numbers_equal_prometheus_client(count: int) -> None:
-    snapshot = Snapshot([], [histogram(PLAIN, [((), [count, 0], count)])])
+    rows: list[HistogramRow] = [(("", "", ""), [count, 0, 0, 0, 0], count * 10**9)]
+    snapshot = Snapshot([], [histogram(PLAIN, [((), [count, 0], count)]), histogram(ODD, rows)])
     assert rendered(snapshot) == expected(snapshot, TEXT)
 
 

@@ -424,6 +424,32 @@ def test_mutated_btf(scratch: Path, name: str, changes: list[tuple[int, int]]) -
         read_all(scratch)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_type_that_refers_to_itself(name: str, tmp_path: Path) -> None:
+    """A typedef of itself has no end; where a map's key or value is of it, neither has reading."""
+    content = bytearray(BYTES[name])
+    btf = section(".BTF", BYTES[name])
+    typedefs = [
+        kind
+        for kind in Bpftool(str(OBJECTS / f"{name}.bpf.o")).types.values()
+        if kind["kind"] == "TYPEDEF"
+    ]
+    # struct btf_type: name, info with the kind in bits 24 to 28, type.
+    places = [
+        place
+        for place in range(btf.start + 4, btf.stop - 4, 4)
+        if struct.unpack_from("=I", content, place)[0] == 8 << 24
+    ]
+    assert len(places) == len(typedefs) > 0
+    for place, typedef in zip(places, typedefs, strict=True):
+        assert struct.unpack_from("=I", content, place + 4)[0] == typedef["type_id"]
+        struct.pack_into("=I", content, place + 4, typedef["id"])
+    path = tmp_path / "object.bpf.o"
+    path.write_bytes(content)
+    with no_longer_than(HANG), pytest.raises(BadObject, match="no BPF object of this exporter"):
+        _ = ObjectFile(str(path)).maps
+
+
 @pytest.mark.parametrize(
     "content",
     [b"", b"\n", b"#!/bin/sh\n", b"\x7fELF", b"\x7fELF" + bytes(2000), b"\xff" * 5000],

@@ -194,9 +194,11 @@ class ObjectFile:
         return None
 
     def _resolve(self, type_id: int) -> int:
-        while self._types[type_id].kind in _MODIFIERS:
+        for _ in self._types:
+            if self._types[type_id].kind not in _MODIFIERS:
+                return type_id
             type_id = self._types[type_id].size_or_type
-        return type_id
+        raise ValueError("types that refer to each other in a circle")
 
     def _layout(self, type_id: int) -> Layout:
         described = self._types[type_id]

@@ -40,8 +40,7 @@ class Metric:
     """Upper bucket bounds in the metric's unit, ascending, +Inf not included."""
 
     def __post_init__(self) -> None:
-        # Each edge is computed as an exact integer divided once, so that 2^20 ns reads 0.001048576
-        # and not 0.0010485760000000001.
+        # Divided once, as sums are (exposition): both are the nearest float to the true value.
         divisor = round(1 / self.scale)
         object.__setattr__(self, "edges", tuple((1 << e) / divisor for e in self.exponents))
 

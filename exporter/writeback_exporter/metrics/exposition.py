@@ -234,7 +234,7 @@ def _stencil(metric: Metric, format: Format, names: frozenset[str]) -> _Stencil 
 
 
 def _parts(body: str, other_labels: Labels) -> list[str]:
-    """The body with all labels but the first filled in, cut at the marks that remain.
+    """The body with all labels but the first, which varies most, filled in; cut at other marks.
 
     Constant text is at even places; at odd ones are, line by line, the holes for the first label
     (where the metric has one) and for the number.
@@ -281,7 +281,7 @@ def _series(
     slots_needed = edges[-1] + 2  # with one less, the overflow would be the last edge's
     counts_of = _picker([*edges, -1])
     numbers_of = _picker(stencil.columns)
-    parts_of = lru_cache(maxsize=1024)(partial(_parts, stencil.body))
+    parts_of = lru_cache(maxsize=1024)(partial(_parts, stencil.body))  # 4 KB each
     lines = len(stencil.columns)
     stride = 4 if metric.labels else 2
     for labels, slots, total in rows:

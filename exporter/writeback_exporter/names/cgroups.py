@@ -81,8 +81,9 @@ def find_hierarchies(cgroupfs: str, procfs: str) -> Hierarchies:
 
     def v1(controller: str) -> Hierarchy | None:
         for name, mount in mounts.items():
-            if controller in name.split(",") and os.path.exists(f"{mount}/cgroup.procs"):
-                return Hierarchy(numbers.get(controller, 0), mount)
+            mounted = controller in name.split(",") and os.path.exists(f"{mount}/cgroup.procs")
+            if mounted and controller in numbers:
+                return Hierarchy(numbers[controller], mount)
         return None
 
     unified = next(
@@ -192,7 +193,6 @@ class Cgroups:
             if len(tree.exited) > _EXITED_LIMIT:
                 eldest = next(iter(tree.exited))
                 del tree.exited[eldest]
-                tree.collapsed.add(eldest)
                 tree.evicted.append(eldest)
 
     def name(self, hierarchy: Hierarchy, cgroup: int) -> str:
@@ -278,6 +278,8 @@ def _walk(mount: str) -> Iterator[tuple[int, str]]:
                     pending.append(path)
         except (FileNotFoundError, NotADirectoryError):
             continue  # it has gone meanwhile
+        except PermissionError:
+            continue  # whoever has it delegated to him has closed it; it has a name itself
         except OSError as error:
             raise CgroupfsError(
                 f"cannot read {printable(top + parent)}: {error.strerror}; raise the limit of open "

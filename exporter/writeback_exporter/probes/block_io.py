@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import logging
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 
 from writeback_exporter.features import Feature
+from writeback_exporter.kernel.libbpf import BpfError
 from writeback_exporter.kernel.loader import Kernel, load
 from writeback_exporter.metrics import catalogue
 from writeback_exporter.metrics.exposition import HistogramFamily, Labels, Snapshot, family
@@ -21,6 +23,8 @@ from writeback_exporter.names.cgroups import (
 )
 from writeback_exporter.names.devices import Devices
 from writeback_exporter.probes.base import Host, Probe, Row, Table, carry
+
+log = logging.getLogger(__name__)
 
 # BLK_STS_* (include/linux/blk_types.h); what follows 13 was renumbered between kernels.
 _STATUS = {
@@ -63,6 +67,8 @@ class _Disk:
     dev: str
     value: bytes
     name: str
+    seen: int
+    """The number of the reading that found it first."""
     gone_since: float | None = None
 
 
@@ -111,6 +117,7 @@ class BlockIo(Probe):
 
         self._hierarchy = Hierarchy(0, "")
         self._insert = ""
+        self._readings = 0
         self._io: list[tuple[bytes, memoryview]] = []
         self._errors: list[tuple[bytes, memoryview]] = []
         self._disks: dict[int, _Disk] = {}
@@ -172,6 +179,7 @@ class BlockIo(Probe):
     def _read_disks(self) -> None:
         known = self._disks
         self._disks = {}
+        self._readings += 1
         disks = self._map("disks")
         for identity, packed_index in self._dump("disk_index"):
             (index,) = _INDEX.unpack(packed_index)
@@ -184,10 +192,11 @@ class BlockIo(Probe):
                 f"{dev >> 32}:{dev & 0xFFFFFFFF}",
                 value,
                 name.split(b"\0", 1)[0].decode("utf-8", "backslashreplace"),
+                self._readings,
             )
             old = known.get(index)
             if old and old.identity == disk.identity:
-                disk.gone_since = old.gone_since
+                disk.seen, disk.gone_since = old.seen, old.gone_since
             self._disks[index] = disk
 
     def fill(self, snapshot: Snapshot, host: Host) -> None:
@@ -200,7 +209,8 @@ class BlockIo(Probe):
         for disk in self._disks.values():
             requests, _ = self._disk_state.unpack(disk.value)
             labels: Labels = (disk.name,)
-            inflight[labels] = inflight.get(labels, 0) + requests
+            # Signed: what hung in a forgotten disk is taken off the next one in its place.
+            inflight[labels] = inflight.get(labels, 0) + max(requests, 0)
         snapshot.families.append(family(catalogue.BLOCK_IO_INFLIGHT, inflight.items()))
 
         errors = Table(self._carried_errors)
@@ -218,8 +228,11 @@ class BlockIo(Probe):
         the kernel stamps arrival itself unless iostats and the scheduler are off."""
         assert self.bpf is not None
         if self._insert and devices.has_disk_without_iostats():
-            self.bpf.attach(self._insert)
-            self._insert = ""
+            program, self._insert = self._insert, ""
+            try:
+                self.bpf.attach(program)
+            except BpfError as error:  # as where capabilities were dropped since
+                log.warning("queue time of disks without iostats is not known: %s", error)
 
     def _table(self, cgroups: Cgroups) -> Table:
         table = Table(self._carried)
@@ -299,8 +312,12 @@ class BlockIo(Probe):
     def _dead_disks(self, devices: Devices, now: float) -> dict[int, _Disk]:
         """Disks that were unplugged long enough ago for their last samples to have been scraped."""
         dead = {}
+        # Of two that had one name, the one that came later is the one of today.
+        latest: dict[str, int] = {}
         for disk in self._disks.values():
-            if devices.has_disk(disk.name, disk.dev):
+            latest[disk.name] = max(disk.seen, latest.get(disk.name, 0))
+        for disk in self._disks.values():
+            if disk.seen == latest[disk.name] and devices.has_disk(disk.name, disk.dev):
                 disk.gone_since = None
             elif disk.gone_since is None:
                 disk.gone_since = now

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A host with cgroup v1 alone: block IO and throttling are named by two hierarchies, whose ids are
+two spaces.
+
+The last file by its name: the kernel gives the memory controller back to v2 only when the last page
+of the last v1 cgroup has gone, so what this mounts stays.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests import lab
+from tests.lab import BUFFERED_WRITER, DIRECT_WRITER
+
+from .test_main_signals import FAST, MIB, SLOW, dirty_limits
+
+TOP = Path("/sys/fs/cgroup")
+
+
+@pytest.fixture
+def v1() -> None:
+    """Unmounts cgroup v2 and mounts blkio and memory as v1, for good."""
+    (TOP / "cgroup.subtree_control").write_text("-io -memory")
+    lab.sh("umount", TOP)
+    lab.sh("mount", "-t", "tmpfs", "cgroup", TOP)
+    for controller in ("blkio", "memory"):
+        (TOP / controller).mkdir()
+        command = ["mount", "-t", "cgroup", "-o", controller, controller, TOP / controller]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            pytest.skip(f"this kernel has no v1 {controller} controller (Debian's since 6.12)")
+
+
+def test_each_signal_by_its_own_hierarchy(v1: None, tmp_path: Path) -> None:
+    found = lab.hierarchies()
+    assert (found.io.mount, found.task.mount) == (str(TOP / "blkio"), str(TOP / "memory"))
+    assert found.io.id != found.task.id != 0
+    with (
+        lab.ext4(SLOW, tmp_path) as mount,
+        lab.Exporter() as exporter,
+        lab.cgroup(found.io, "by-io") as io,
+        # Ids count up in each: the second one here has the number of another cgroup there.
+        lab.cgroup(found.task, "first"),
+        lab.cgroup(found.task, "by-memory") as task,
+        dirty_limits(MIB, 2 * MIB),
+    ):
+        lab.run_in([io, task], DIRECT_WRITER, FAST.path, 4096, 10, 0)
+        lab.run_in([io, task], BUFFERED_WRITER, mount / "file", 6 * MIB)
+        lab.sh("sync", "-f", mount)
+        scrape = exporter.scrape()
+    assert scrape.values("dirty_throttle_seconds_count", "cgroup", bdi=SLOW.dev) == {"/by-memory"}
+    assert scrape.sum("dirty_throttle_seconds_count", bdi=SLOW.dev) > 10
+    writes = {"device": FAST.name, "op": "write"}
+    assert scrape.values("block_io_size_bytes_count", "cgroup", **writes) == {"/by-io"}
+    assert scrape.sum("block_io_size_bytes_count", **writes) == 10
+    # v1 charges buffered writeback to the root, and doctor says so.
+    written = {"device": SLOW.name, "op": "write"}
+    assert scrape.sum("block_io_size_bytes_sum", cgroup="/", **written) >= 6 * MIB
+    features = scrape.select("exporter_feature_available", feature="writeback_attribution")
+    assert [(dict(labels)["reason"], value) for labels, value in features.items()] == [
+        ("cgroup v1", 0.0)
+    ]
