@@ -8,6 +8,7 @@ of the last v1 cgroup has gone, so what this mounts stays.
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -24,6 +25,8 @@ TOP = Path("/sys/fs/cgroup")
 @pytest.fixture
 def v1() -> None:
     """Unmounts cgroup v2 and mounts blkio and memory as v1, for good."""
+    if os.uname().release.startswith("5.10."):
+        pytest.skip("moving the memory controller to v1 makes 5.10 warn of its own page counters")
     (TOP / "cgroup.subtree_control").write_text("-io -memory")
     lab.sh("umount", TOP)
     lab.sh("mount", "-t", "tmpfs", "cgroup", TOP)
