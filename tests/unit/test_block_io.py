@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -13,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from writeback_exporter.kernel.layout import Layout
+from tests.unit.memory import MachineOfCgroups, Memory, Values, changed
 from writeback_exporter.kernel.libbpf import Object
 from writeback_exporter.metrics import catalogue
 from writeback_exporter.metrics.exposition import Labels, Snapshot
@@ -22,13 +21,8 @@ from writeback_exporter.names.cgroups import (
     OTHER,
     RETENTION_SECONDS,
     UNATTRIBUTED,
-    Cgroups,
     EventKind,
-    Hierarchies,
-    Hierarchy,
 )
-from writeback_exporter.names.devices import Devices
-from writeback_exporter.probes.base import Host
 from writeback_exporter.probes.block_io import BlockIo, error_name
 
 # Status ------------------------------------------------------------------------------------------
@@ -95,51 +89,17 @@ def test_any_status_has_a_name(status: int) -> None:
     assert name == "other" or name in {label for _, label in STATUS.values()}
 
 
-# Maps in memory ----------------------------------------------------------------------------------
+# The machine ------------------------------------------------------------------------------------
 
 
-class Memory:
-    """A hash map, or an array of which only some entries are not zero; the calls of libbpf.Map."""
-
-    def __init__(self, key_size: int, value_size: int, max_entries: int, array: bool = False):
-        self.key_size, self.value_size, self.max_entries = key_size, value_size, max_entries
-        self.array = array
-        self.entries: dict[bytes, bytes] = {}
-
-    def dump(self) -> tuple[bytes, bytes]:
-        return b"".join(self.entries), b"".join(self.entries.values())
-
-    def lookup(self, key: bytes) -> bytes | None:
-        return self.entries.get(key, bytes(self.value_size) if self.array else None)
-
-    def lookup_and_delete(self, key: bytes) -> bytes | None:
-        return self.entries.pop(key, None)
-
-    def delete(self, key: bytes) -> bool:
-        return self.entries.pop(key, None) is not None
-
-    def update(self, key: bytes, value: bytes) -> None:
-        assert (len(key), len(value)) == (self.key_size, self.value_size)
-        self.entries[key] = value
-
-
-def packed(layout: Layout, values: Mapping[str, int | bytes | list[int]]) -> bytes:
-    """A struct with these fields, and zeroes else."""
-    content = bytearray(layout.size)
-    for name, value in values.items():
-        field = layout.fields[name]
-        numbers = value if isinstance(value, list) else [value]
-        struct.pack_into(f"={field.count}{field.code}", content, field.offset, *numbers)
-    return bytes(content)
-
-
-class Machine:
+class Machine(MachineOfCgroups):
     """A machine's disks, cgroups and IO, and the probe that reads them.
 
     Its methods do to the maps what bpf/block_io.bpf.c does.
     """
 
     def __init__(self, sysfs: Path) -> None:
+        super().__init__(sysfs)
         self.probe = BlockIo()
         file = self.probe.file
         self.maps = {
@@ -151,21 +111,14 @@ class Machine:
             "disk_owner": Memory(4, 16, 1024),
         }
         self.probe.bpf = cast(Object, SimpleNamespace(maps=self.maps))
-        self.hierarchy = Hierarchy(0, "/nowhere")
-        self.cgroups = Cgroups(Hierarchies(self.hierarchy, self.hierarchy))
-        self.sysfs = sysfs
-        for directory in ("block", "class/bdi"):
-            (sysfs / directory).mkdir(parents=True)
-        self.host = Host(self.cgroups, Devices(str(sysfs)))
-        self.now = 0.0
 
     def plug(self, index: int, name: str, dev: tuple[int, int], gendisk: int) -> None:
         file = self.probe.file
         place = self.sysfs / "block" / name.replace("/", "!")
         place.mkdir(parents=True, exist_ok=True)
         (place / "dev").write_text("{}:{}\n".format(*dev))
-        identity = packed(
-            file.struct("disk_id"), {"gendisk": gendisk, "dev": dev[0] << 32 | dev[1]}
+        identity = changed(
+            file.struct("disk_id"), None, {"gendisk": gendisk, "dev": dev[0] << 32 | dev[1]}
         )
         self.maps["disk_index"].update(identity, struct.pack("=I", index))
         self.maps["disk_owner"].update(struct.pack("=I", index), identity)
@@ -175,15 +128,10 @@ class Machine:
         (self.sysfs / "block" / name / "dev").unlink()
         (self.sysfs / "block" / name).rmdir()
 
-    def change_disk(self, index: int, values: Mapping[str, int | bytes | list[int]]) -> None:
+    def change_disk(self, index: int, values: Values) -> None:
         disks, layout = self.maps["disks"], self.probe.file.struct("disk")
         key = struct.pack("=I", index)
-        content = bytearray(disks.lookup(key) or b"")
-        for name, value in values.items():
-            field = layout.fields[name]
-            numbers = value if isinstance(value, list) else [value]
-            struct.pack_into(f"={field.count}{field.code}", content, field.offset, *numbers)
-        disks.update(key, bytes(content))
+        disks.update(key, changed(layout, disks.lookup(key), values))
 
     def io(self, cgroup: int, disk: int, op: int, times: int = 1) -> None:
         """Requests of 4096 bytes, each 2^20 ns in the device and 2^14 ns in the queue."""
@@ -193,7 +141,7 @@ class Machine:
             file.enum(f"io_{name}_exponents")[f"IO_{name.upper()}_FIRST"]
             for name in ("latency", "size")
         )
-        key = packed(file.struct("io_key"), {"cgroup": cgroup, "disk": disk, "op": op})
+        key = changed(file.struct("io_key"), None, {"cgroup": cgroup, "disk": disk, "op": op})
         row = bytearray(io.lookup(key) or bytes(layout.size))
         for total, slots, value, first in (
             ("device_ns", "device_slots", 1 << 20, latency),
@@ -209,16 +157,9 @@ class Machine:
     def error(self, cgroup: int, disk: int, op: int, status: int, times: int = 1) -> None:
         layout, errors = self.probe.file.struct("io_error_key"), self.maps["block_io_errors"]
         values = {"cgroup": cgroup, "disk": disk, "op": op, "status": status}
-        key = packed(layout, values)
+        key = changed(layout, None, values)
         (before,) = struct.unpack("=Q", errors.lookup(key) or bytes(8))
         errors.update(key, struct.pack("=Q", before + times))
-
-    def event(self, kind: EventKind, cgroup: int, path: str) -> None:
-        self.cgroups.apply(kind, 0, cgroup, path.encode(), self.now)
-
-    def exit(self, cgroup: int, path: str) -> None:
-        self.event(EventKind.RMDIR, cgroup, path)
-        self.event(EventKind.RELEASE, cgroup, path)
 
     def scrape(self, after: float = 15.0) -> Scraped:
         """One collection, as Exporter.collect() has it."""
@@ -351,7 +292,7 @@ def test_disks(machine: Machine) -> None:
 
 def test_what_found_no_room_is_others(machine: Machine) -> None:
     count = machine.probe.file.struct("io_histograms").fields["device_slots"].count
-    values: dict[str, int | bytes | list[int]] = {
+    values: Values = {
         "other[1].device_ns": 5,
         "other[1].device_slots": [5] + [0] * (count - 1),
     }

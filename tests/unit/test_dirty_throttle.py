@@ -11,7 +11,6 @@ import re
 import struct
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -20,20 +19,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from writeback_exporter.kernel.layout import Layout
+from tests.unit.memory import MachineOfCgroups, Memory, Values, changed
 from writeback_exporter.kernel.libbpf import Object
 from writeback_exporter.metrics import catalogue
 from writeback_exporter.metrics.exposition import Labels, Snapshot
 from writeback_exporter.names.cgroups import (
     OTHER,
     RETENTION_SECONDS,
-    Cgroups,
     EventKind,
-    Hierarchies,
-    Hierarchy,
 )
-from writeback_exporter.names.devices import Devices
-from writeback_exporter.probes.base import Host
 from writeback_exporter.probes.dirty_throttle import DirtyThrottle, ticks_per_second
 
 # The kernel's HZ ----------------------------------------------------------------------------------
@@ -91,46 +85,17 @@ def test_ticks_of_every_hz(monkeypatch: pytest.MonkeyPatch, hz: int) -> None:
     assert ticks_per_second() == hz
 
 
-# Maps in memory -----------------------------------------------------------------------------------
+# The machine ------------------------------------------------------------------------------------
 
 
-class Memory:
-    """A hash map, with the calls of libbpf.Map."""
-
-    def __init__(self, key_size: int, value_size: int, max_entries: int) -> None:
-        self.key_size, self.value_size, self.max_entries = key_size, value_size, max_entries
-        self.entries: dict[bytes, bytes] = {}
-
-    def dump(self) -> tuple[bytes, bytes]:
-        return b"".join(self.entries), b"".join(self.entries.values())
-
-    def lookup_and_delete(self, key: bytes) -> bytes | None:
-        return self.entries.pop(key, None)
-
-    def delete(self, key: bytes) -> bool:
-        return self.entries.pop(key, None) is not None
-
-
-Values = Mapping[str, int | bytes | list[int]]
-
-
-def changed(layout: Layout, before: bytes | None, values: Values) -> bytes:
-    """A struct with these fields, and the others as before."""
-    content = bytearray(before or bytes(layout.size))
-    for name, value in values.items():
-        field = layout.fields[name]
-        numbers = value if isinstance(value, list) else [value]
-        struct.pack_into(f"={field.count}{field.code}", content, field.offset, *numbers)
-    return bytes(content)
-
-
-class Machine:
+class Machine(MachineOfCgroups):
     """A machine's BDIs and throttled tasks, and the probe that reads them.
 
     Its methods do to the maps what bpf/dirty_throttle.bpf.c does.
     """
 
     def __init__(self, sysfs: Path) -> None:
+        super().__init__(sysfs)
         self.probe = DirtyThrottle()
         file = self.probe.file
         throttle, bdi = file.map("dirty_throttle"), file.map("bdis")
@@ -147,13 +112,6 @@ class Machine:
             "sleepers": Memory(4, self.sleeper.size, 16384),
         }
         self.probe.bpf = cast(Object, SimpleNamespace(maps=self.maps))
-        self.hierarchy = Hierarchy(0, "/nowhere")
-        self.cgroups = Cgroups(Hierarchies(self.hierarchy, self.hierarchy))
-        self.sysfs = sysfs
-        for directory in ("block", "class/bdi"):
-            (sysfs / directory).mkdir(parents=True)
-        self.host = Host(self.cgroups, Devices(str(sysfs)))
-        self.now = 0.0
 
     def plug(self, bdi: int, name: str, values: Values | None = None) -> None:
         (self.sysfs / "class/bdi" / name).mkdir(parents=True, exist_ok=True)
@@ -198,13 +156,6 @@ class Machine:
         }
         key = tid.to_bytes(4, sys.byteorder)
         self.maps["sleepers"].entries[key] = changed(self.sleeper, None, values)
-
-    def event(self, kind: EventKind, cgroup: int, path: str) -> None:
-        self.cgroups.apply(kind, 0, cgroup, path.encode(), self.now)
-
-    def exit(self, cgroup: int, path: str) -> None:
-        self.event(EventKind.RMDIR, cgroup, path)
-        self.event(EventKind.RELEASE, cgroup, path)
 
     def scrape(self, after: float = 15.0) -> Scraped:
         """One collection, as Exporter.collect() has it."""

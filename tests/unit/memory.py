@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Maps in memory, so that a probe's reading can be tested without a kernel; the layout of keys and
+values is the object's own."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+
+from writeback_exporter.kernel.layout import Layout
+from writeback_exporter.names.cgroups import Cgroups, EventKind, Hierarchies, Hierarchy
+from writeback_exporter.names.devices import Devices
+from writeback_exporter.probes.base import Host
+
+Values = Mapping[str, int | bytes | list[int]]
+
+
+class Memory:
+    """A hash map, or an array of which only some entries are not zero; the calls of libbpf.Map."""
+
+    def __init__(self, key_size: int, value_size: int, max_entries: int, array: bool = False):
+        self.key_size, self.value_size, self.max_entries = key_size, value_size, max_entries
+        self.array = array
+        self.entries: dict[bytes, bytes] = {}
+
+    def dump(self) -> tuple[bytes, bytes]:
+        return b"".join(self.entries), b"".join(self.entries.values())
+
+    def lookup(self, key: bytes) -> bytes | None:
+        return self.entries.get(key, bytes(self.value_size) if self.array else None)
+
+    def lookup_and_delete(self, key: bytes) -> bytes | None:
+        return self.entries.pop(key, None)
+
+    def delete(self, key: bytes) -> bool:
+        return self.entries.pop(key, None) is not None
+
+    def update(self, key: bytes, value: bytes) -> None:
+        assert (len(key), len(value)) == (self.key_size, self.value_size)
+        self.entries[key] = value
+
+
+def changed(layout: Layout, before: bytes | None, values: Values) -> bytes:
+    """A struct with these fields, and the others as before, or zero."""
+    content = bytearray(before or bytes(layout.size))
+    for name, value in values.items():
+        field = layout.fields[name]
+        numbers = value if isinstance(value, list) else [value]
+        struct.pack_into(f"={field.count}{field.code}", content, field.offset, *numbers)
+    return bytes(content)
+
+
+class MachineOfCgroups:
+    """The cgroups and the sysfs of a machine in memory, as events and plugging change them."""
+
+    def __init__(self, sysfs: Path) -> None:
+        self.hierarchy = Hierarchy(0, "/nowhere")
+        self.cgroups = Cgroups(Hierarchies(self.hierarchy, self.hierarchy))
+        self.sysfs = sysfs
+        for directory in ("block", "class/bdi"):
+            (sysfs / directory).mkdir(parents=True)
+        self.host = Host(self.cgroups, Devices(str(sysfs)))
+        self.now = 0.0
+
+    def event(self, kind: EventKind, cgroup: int, path: str) -> None:
+        self.cgroups.apply(kind, 0, cgroup, path.encode(), self.now)
+
+    def exit(self, cgroup: int, path: str) -> None:
+        self.event(EventKind.RMDIR, cgroup, path)
+        self.event(EventKind.RELEASE, cgroup, path)
