@@ -151,7 +151,10 @@ struct {
  * driver's part, rounded up to cache lines), and so do their slots: a hash that scattered them over
  * as many pages missed the TLB at each event, 30 of 300 ns an IO and 100 of 500 with 16 cgroups.
  */
+#ifndef REQUESTS_LOG2 /* a test has requests collide */
 #define REQUESTS_LOG2 14
+#endif
+#define SPILLED 16384
 #define REQUEST_SIZE_LOG2 8
 
 struct request_state {
@@ -176,7 +179,7 @@ struct {
 
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
-	__uint(max_entries, 1 << REQUESTS_LOG2);
+	__uint(max_entries, SPILLED);
 	__type(key, __u64);
 	__type(value, struct request_state);
 } requests_spilled SEC(".maps");
@@ -194,6 +197,9 @@ enum drop {
 
 /* 1 where the tracepoints' first argument is the request_queue (before 5.11 and 5.10.137). */
 const volatile bool queue_argument;
+
+/* REQ_OP_ZONE_APPEND: 13, since 6.0 7, in an enum that was renamed as well. */
+const volatile __u32 zone_append_op = 7;
 
 static const struct io_histograms no_io;
 
@@ -233,17 +239,18 @@ static __noinline __u32 find_disk(struct gendisk *gd, __u64 dev)
 	}
 	if (i == DISK_PROBES)
 		return DISKS;
+	disk = bpf_map_lookup_elem(&disks, &index);
+	if (!disk)
+		return DISKS;
+	/* All that others may see or change, before they can find it. */
+	bpf_probe_read_kernel_str(disk->name, sizeof(disk->name), gd->disk_name);
+	disk->inflight = 0;
 	if (bpf_map_update_elem(&disk_index, &id, &index, BPF_NOEXIST)) {
 		/* Another CPU was first with the same disk. */
 		bpf_map_delete_elem(&disk_owner, &index);
 		known = bpf_map_lookup_elem(&disk_index, &id);
 		return known ? *known : DISKS;
 	}
-	disk = bpf_map_lookup_elem(&disks, &index);
-	if (!disk)
-		return DISKS;
-	bpf_probe_read_kernel_str(disk->name, sizeof(disk->name), gd->disk_name);
-	disk->inflight = 0;
 	disk->id.dev = dev;
 	disk->id.gendisk = (__u64)gd;
 	return index;
@@ -288,7 +295,7 @@ static __always_inline void count_overflow(struct request *rq, int n)
 	struct request_state *slot = slot_of_request(rq);
 
 	if (slot)
-		__sync_fetch_and_add(&slot->overflow, n);
+		__atomic_fetch_add(&slot->overflow, n, __ATOMIC_RELAXED);
 }
 
 static __always_inline struct request_state *spill_request(struct request *rq, bool slots)
@@ -361,7 +368,7 @@ static __always_inline void leave_disk(__u32 index)
 	struct disk *disk = bpf_map_lookup_elem(&disks, &index);
 
 	if (disk)
-		__sync_fetch_and_add(&disk->inflight, -1);
+		__atomic_fetch_add(&disk->inflight, -1, __ATOMIC_RELAXED);
 }
 
 static __always_inline __u64 owner_of(struct request *rq)
@@ -382,7 +389,7 @@ static __always_inline enum io_op op_of(struct request *rq)
 
 	if (op == REQ_OP_READ)
 		return IO_READ;
-	if (op == REQ_OP_WRITE || op == zone_append_op())
+	if (op == REQ_OP_WRITE || op == zone_append_op)
 		return IO_WRITE;
 	if (op == REQ_OP_DISCARD)
 		return IO_DISCARD;
@@ -475,7 +482,8 @@ static __always_inline int issue(struct request *rq, bool slots)
 	struct gendisk *gd = request_disk(rq);
 	struct request_state *state;
 	struct disk *disk;
-	__u64 now, depth;
+	__s64 depth;
+	__u64 now;
 	__u32 index;
 	bool is_new;
 
@@ -508,9 +516,11 @@ static __always_inline int issue(struct request *rq, bool slots)
 	if (slots) {
 		depth = __sync_fetch_and_add(&disk->inflight, 1) + 1;
 	} else { /* 5.10 cannot add and fetch */
-		__sync_fetch_and_add(&disk->inflight, 1);
+		__atomic_fetch_add(&disk->inflight, 1, __ATOMIC_RELAXED);
 		depth = disk->inflight;
 	}
+	if (depth < 1) /* a request that hung in a forgotten disk ended in this one's place */
+		depth = 1;
 	add(&disk->depth.sum, depth);
 	add(&disk->depth.slots[slot_of(depth, IO_DEPTH_FIRST, IO_DEPTH_LAST)], 1);
 	return 0;
@@ -559,9 +569,14 @@ static __always_inline int complete(struct request *rq, int status, __u32 bytes,
 
 	/* Not ours, or the second completion of a FUA write, when its flush is done. */
 	if (!state || !state->issue_ns) {
-		if (state)
+		if (state) {
+			if (state->bytes) /* requeued after a portion, and given up */
+				drop(DROP_REQUESTS);
 			release_request(state, rq, slots);
-		if (status)
+		}
+		/* With no bytes it is the end of a flush sequence, whose error is counted already.
+		 */
+		if (status && bytes)
 			count_foreign_error(rq, status);
 		return 0;
 	}
@@ -579,7 +594,11 @@ static __always_inline int complete(struct request *rq, int status, __u32 bytes,
 	}
 	device_ns = now - state->issue_ns;
 	queue_ns = state->issue_ns - state->arrival_ns;
-	if ((__s64)queue_ns < 0) /* two clocks: ours is the NMI-safe reading of the same one */
+	/* The NMI-safe reading of the clock may be a little behind another CPU's, or the kernel's.
+	 */
+	if ((__s64)device_ns < 0)
+		device_ns = 0;
+	if ((__s64)queue_ns < 0)
 		queue_ns = 0;
 	if (!release_request(state, rq, slots))
 		return 0;

@@ -64,6 +64,9 @@ struct {
 
 struct sleeper {
 	struct throttle_key key;
+	enum throttle_domain domain;
+	__u32 zero;
+	__s64 pause;	/* requested, in ticks */
 	__u64 event_ns; /* of the tracepoint */
 	__u64 sleep_ns; /* measured only: asleep since; 0 = not yet */
 	__u64 pause_ns; /* requested */
@@ -80,7 +83,7 @@ struct {
 enum drop {
 	DROP_DIRTY_THROTTLE, /* counted in bdi.other instead */
 	DROP_BDIS,	     /* pause not counted */
-	DROP_SLEEPERS,	     /* measured: requested pause counted as sleep; else not asleep now */
+	DROP_SLEEPERS,	     /* requested pause counted as sleep; not asleep now */
 	DROPS,
 };
 
@@ -109,7 +112,14 @@ const volatile bool measured;
 const volatile bool memory_v1;
 
 static const struct throttle no_throttle;
-static const struct bdi no_bdi;
+
+/* A BDI to be entered, larger than the stack; zero but for its name. */
+struct {
+	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__type(value, struct bdi);
+} new_bdi SEC(".maps");
 
 /* What the two signatures of the tracepoint say, in pages, pages/s and ticks. */
 struct throttle_event {
@@ -138,15 +148,18 @@ static __always_inline __u64 current_cgroup(void)
 static __always_inline struct bdi *bdi_of(struct backing_dev_info *kernel_bdi)
 {
 	__u64 id = kernel_bdi->id;
-	struct bdi *bdi = bpf_map_lookup_elem(&bdis, &id);
+	struct bdi *bdi = bpf_map_lookup_elem(&bdis, &id), *fresh;
+	__u32 zero = 0;
 
 	if (bdi)
 		return bdi;
-	bpf_map_update_elem(&bdis, &id, &no_bdi, BPF_NOEXIST);
+	fresh = bpf_map_lookup_elem(&new_bdi, &zero);
+	if (!fresh)
+		return NULL;
+	bpf_probe_read_kernel_str(fresh->name, sizeof(fresh->name), kernel_bdi->dev_name);
+	bpf_map_update_elem(&bdis, &id, fresh, BPF_NOEXIST);
 	bdi = bpf_map_lookup_elem(&bdis, &id);
-	if (bdi)
-		bpf_probe_read_kernel_str(bdi->name, sizeof(bdi->name), kernel_bdi->dev_name);
-	else
+	if (!bdi)
 		drop(DROP_BDIS);
 	return bdi;
 }
@@ -170,10 +183,22 @@ static __always_inline struct throttle *throttle_of(struct throttle_key *key)
 	return &bdi->other;
 }
 
-static __always_inline void count_sleep(struct throttle *throttle, __u64 slept_ns)
+static __always_inline void count_pause(struct sleeper *sleeper, __u64 slept_ns)
 {
-	add(&throttle->slept_ns, slept_ns);
-	add(&throttle->slept_slots[slot_of(slept_ns, PAUSE_FIRST, PAUSE_LAST)], 1);
+	struct throttle *throttle = throttle_of(&sleeper->key);
+	struct bdi *bdi = bpf_map_lookup_elem(&bdis, &sleeper->key.bdi);
+	__u32 domain = sleeper->domain;
+
+	if (throttle) {
+		add(&throttle->requested_ns, sleeper->pause_ns);
+		add(&throttle->slept_ns, slept_ns);
+		add(&throttle->slept_slots[slot_of(slept_ns, PAUSE_FIRST, PAUSE_LAST)], 1);
+	}
+	keep_check(domain);
+	if (!bdi || domain >= DOMAINS)
+		return;
+	keep_check(bdi);
+	add(&bdi->pauses[domain], 1);
 }
 
 /*
@@ -196,8 +221,7 @@ static __always_inline int throttled(struct throttle_event *event)
 	struct backing_dev_info *kernel_bdi = event->wb->bdi;
 	struct bdi *bdi = bdi_of(kernel_bdi);
 	struct sleeper sleeper = {};
-	struct throttle *throttle;
-	__u32 tid;
+	__u32 tid = bpf_get_current_pid_tgid();
 
 	if (!bdi)
 		return 0;
@@ -208,22 +232,17 @@ static __always_inline int throttled(struct throttle_event *event)
 	if (event->pause <= 0) /* behind its budget: no sleep */
 		return 0;
 
-	add(&bdi->pauses[domain_of(event)], 1);
 	sleeper.key.cgroup = current_cgroup();
 	sleeper.key.bdi = kernel_bdi->id;
-	throttle = throttle_of(&sleeper.key);
-	if (!throttle)
-		return 0;
+	sleeper.domain = domain_of(event);
 	sleeper.event_ns = bpf_ktime_get_ns();
+	sleeper.pause = event->pause;
 	sleeper.pause_ns = event->pause * 1000000000ULL / hz;
-	add(&throttle->requested_ns, sleeper.pause_ns);
-	tid = bpf_get_current_pid_tgid();
-	if (bpf_map_update_elem(&sleepers, &tid, &sleeper, BPF_ANY)) {
+	if (bpf_map_update_elem(&sleepers, &tid, &sleeper, BPF_ANY))
 		drop(DROP_SLEEPERS);
-		count_sleep(throttle, sleeper.pause_ns);
-	} else if (!measured) {
-		count_sleep(throttle, sleeper.pause_ns);
-	}
+	else if (measured)
+		return 0; /* counted when it has slept */
+	count_pause(&sleeper, sleeper.pause_ns);
 	return 0;
 }
 
@@ -299,8 +318,11 @@ int sleep_enter(__u64 *ctx)
 	__u32 tid = bpf_get_current_pid_tgid();
 	struct sleeper *sleeper = bpf_map_lookup_elem(&sleepers, &tid);
 
-	/* Not there: another caller. Nowait writes (BDP_ASYNC) are there, but never come here. */
-	if (sleeper)
+	/*
+	 * Not there: another caller. A nowait write (BDP_ASYNC) is there and does not come here;
+	 * what its thread waits for next is another caller's too, and asks for another time.
+	 */
+	if (sleeper && sleeper->pause == (__s64)ctx[0])
 		sleeper->sleep_ns = bpf_ktime_get_ns();
 	return 0;
 }
@@ -309,18 +331,16 @@ SEC("fexit/io_schedule_timeout")
 int sleep_exit(__u64 *ctx)
 {
 	__u32 tid = bpf_get_current_pid_tgid();
-	struct sleeper *sleeper = bpf_map_lookup_elem(&sleepers, &tid);
-	struct throttle *throttle;
-	struct throttle_key key;
+	struct sleeper *found = bpf_map_lookup_elem(&sleepers, &tid), sleeper;
 	__u64 slept_ns;
 
-	if (!sleeper || !sleeper->sleep_ns)
+	if (!found || !found->sleep_ns)
 		return 0;
-	slept_ns = bpf_ktime_get_ns() - sleeper->sleep_ns;
-	key = sleeper->key;
+	sleeper = *found;
+	slept_ns = bpf_ktime_get_ns() - sleeper.sleep_ns;
+	if ((__s64)slept_ns < 0)
+		slept_ns = 0;
 	bpf_map_delete_elem(&sleepers, &tid);
-	throttle = throttle_of(&key);
-	if (throttle)
-		count_sleep(throttle, slept_ns);
+	count_pause(&sleeper, slept_ns);
 	return 0;
 }

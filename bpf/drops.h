@@ -25,7 +25,7 @@ static __always_inline void drop(enum drop reason)
 	struct drop_counts *counts = bpf_map_lookup_elem(&drops, &zero);
 
 	if (counts)
-		__sync_fetch_and_add(&counts->count[reason], 1);
+		__atomic_fetch_add(&counts->count[reason], 1, __ATOMIC_RELAXED);
 }
 
 #endif

@@ -61,7 +61,8 @@ static __always_inline __u32 slot_of(__u64 v, __u32 first, __u32 last)
 
 static __always_inline void add(__u64 *counter, __u64 n)
 {
-	__sync_fetch_and_add(counter, n);
+	/* Relaxed, so that clang 20 too makes it the plain add that 5.10 knows. */
+	__atomic_fetch_add(counter, n, __ATOMIC_RELAXED);
 }
 
 #endif

@@ -2,7 +2,9 @@
 /*
  * The kernel's types as far as we read them, relocated at load (CO-RE) against the running kernel's
  * BTF. No vmlinux.h: a reader sees here each field that the exporter depends on, and each
- * difference between kernels 5.10 and 7.3 as a flavour (NAME___since) with its reason.
+ * difference between kernels 5.10 and 7.3 as a flavour (NAME___since) with its reason. Only of
+ * types that every kernel has itself: a type that is missing sends libbpf through the BTF of all
+ * modules, which needs CAP_SYS_ADMIN.
  */
 #ifndef WRITEBACK_EXPORTER_KERNEL_H
 #define WRITEBACK_EXPORTER_KERNEL_H
@@ -96,15 +98,6 @@ struct request___before_5_17 {
 	struct gendisk *rq_disk;
 };
 
-/* REQ_OP_ZONE_APPEND was renumbered in 6.0, when its enum changed the name. */
-enum req_op {
-	REQ_OP_ZONE_APPEND = 7,
-};
-
-enum req_opf___before_6_0 {
-	REQ_OP_ZONE_APPEND___before_6_0 = 13,
-};
-
 /* writeback */
 
 struct backing_dev_info {
@@ -156,13 +149,6 @@ static __always_inline bool has_strict_limit(struct backing_dev_info *bdi)
 	if (bpf_core_enum_value_exists(enum node_stat_item, NR_WRITEBACK_TEMP))
 		return bdi->capabilities & (1 << 2);
 	return bdi->capabilities & (1 << 1);
-}
-
-static __always_inline __u32 zone_append_op(void)
-{
-	if (bpf_core_enum_value_exists(enum req_op, REQ_OP_ZONE_APPEND))
-		return bpf_core_enum_value(enum req_op, REQ_OP_ZONE_APPEND);
-	return bpf_core_enum_value(enum req_opf___before_6_0, REQ_OP_ZONE_APPEND___before_6_0);
 }
 
 #endif

@@ -9,6 +9,7 @@ import os
 import resource
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import NoReturn, TypeVar
@@ -58,32 +59,47 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _serve(settings: Settings) -> int:
     exporter = Exporter(settings)
-    started = False
+    started = threading.Event()
+    failures: list[Exception] = []
 
     def landing() -> Landing:
         return Landing(__version__, [(f.name, f.available, f.reason) for f in exporter.features])
 
-    _raise_descriptor_limit()
-    # The port first: where it is taken, nothing is loaded into the kernel.
     server = Server(
-        settings.listen, settings.telemetry_path, exporter.collect, landing, lambda: started
+        settings.listen, settings.telemetry_path, exporter.collect, landing, started.is_set
     )
-    server.bind()
-    try:
-        exporter.start()
-        started = True
+
+    def start() -> None:
+        try:
+            exporter.start()
+        except Exception as error:  # which the main thread reports
+            failures.append(error)
+            server.stop()
+            return
+        started.set()
         for address in server.addresses:
             log.info("listening on http://%s%s", address, settings.telemetry_path)
+
+    _raise_descriptor_limit()
+    # The port first: where it is taken, nothing is loaded into the kernel.
+    server.bind()
+    # Health and readiness are answered while programs are loaded; a scrape waits for them.
+    starter = threading.Thread(target=start, name="start")
+    starter.start()
+    try:
         server.run()
     finally:
+        starter.join()
         exporter.close()
+    if failures:
+        raise failures[0]
     return 0
 
 
 def _raise_descriptor_limit() -> None:
     # The server bounds its connections at 512; a soft limit of 1024 with our own would be near it.
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
 
 
 def _snapshot(settings: Settings, seconds: float, output: str) -> int:

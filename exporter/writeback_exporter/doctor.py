@@ -16,7 +16,7 @@ from writeback_exporter.settings import Settings
 def main_signals(settings: Settings, features: Iterable[Feature]) -> bool:
     """Whether all that the exporter is run for works: each collector that is switched on."""
     available = {feature.name for feature in features if feature.available}
-    return settings.collectors <= available
+    return bool(settings.collectors) and settings.collectors <= available
 
 
 def examine(settings: Settings) -> int:
@@ -37,6 +37,8 @@ def examine(settings: Settings) -> int:
             verdict = "No collector is switched on."
         else:
             verdict = "The main signals work here." if healthy else "Main signals are missing."
+            if any(not f.available for f in features if f.name.endswith("_attribution")):
+                verdict += " Not all IO is charged to its cgroup: see above."
         print(f"\n{verdict}")
     finally:
         exporter.close()

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from prometheus_client import ProcessCollector
 from prometheus_client.metrics_core import Metric as PrometheusMetric
 
 from writeback_exporter import __version__
@@ -43,7 +44,7 @@ class Exporter:
     def __init__(self, settings: Settings) -> None:
         """Raises CgroupfsError or BadObject, which no host can be blamed for."""
         self.hierarchies = find_hierarchies(settings.cgroupfs, settings.procfs)
-        self.features: list[Feature] = attribution(self.hierarchies)
+        self._loaded: list[Feature] = []
         self.host = Host(Cgroups(self.hierarchies), Devices(settings.sysfs))
         self.lock = threading.Lock()
         self._lifecycle = CgroupLifecycle(self.host.cgroups, self.lock)
@@ -58,12 +59,26 @@ class Exporter:
         except libbpf.LibbpfMissing:
             self._libbpf_version = ""  # the features say why
 
+    @property
+    def features(self) -> list[Feature]:
+        """What works here. Controllers of cgroups may be switched on at any time."""
+        return attribution(self.hierarchies) + self._loaded
+
     def start(self) -> None:
         """Loads and attaches what this host allows; `features` then says what that is."""
+        for feature in attribution(self.hierarchies):
+            if not feature.available:
+                log.warning("%s: %s; %s", feature.name, feature.detail, feature.remedy)
+        with self.lock:
+            self._load()
+            if self.running:
+                self.host.cgroups.walk(time.monotonic())
+
+    def _load(self) -> None:
         try:
             kernel = Kernel()
         except Refused as refusal:
-            self.features += [Feature.refused(probe.name, refusal) for probe in self._probes]
+            self._loaded += [Feature.refused(probe.name, refusal) for probe in self._probes]
             log.error("no BPF: %s", refusal)
             return
         try:
@@ -72,19 +87,17 @@ class Exporter:
                 self._start(probe, kernel)
         finally:
             kernel.close()
-        with self.lock:
-            self.host.cgroups.walk(time.monotonic())
 
     def _start(self, probe: Probe, kernel: Kernel) -> None:
         try:
             more = probe.load(kernel, self.hierarchies)
         except Refused as refusal:
             log.error("%s is not available: %s", probe.name, refusal)
-            self.features.append(Feature.refused(probe.name, refusal))
+            self._loaded.append(Feature.refused(probe.name, refusal))
             if probe is not self._lifecycle:  # which then walks the tree at each scrape
                 return
         else:
-            self.features += [Feature(probe.name, True), *more]
+            self._loaded += [Feature(probe.name, True), *more]
             for feature in more:
                 if not feature.available:
                     log.info("%s is not available: %s", feature.name, feature.detail)
@@ -93,8 +106,8 @@ class Exporter:
     def collect(self) -> Snapshot:
         """All that is known now. A probe that fails is left out, and a metric says so."""
         snapshot = Snapshot()
-        runs = [_Run(probe) for probe in self.running]
         with self.lock:
+            runs = [_Run(probe) for probe in self.running]
             # All maps first, the events of cgroups last: each id in a map has its name by then.
             for run in runs:
                 run.attempt(run.probe.read)
@@ -102,6 +115,8 @@ class Exporter:
                 run.attempt(run.probe.fill, run.snapshot, self.host)
             now = time.monotonic()
             gone = self.host.cgroups.expired(now)
+            if any(run.error for run in runs):
+                gone.clear()  # all forget together, or rows of one would lose their name
             for run in runs:
                 run.attempt(run.probe.forget, gone, self.host, now)
                 run.attempt(run.inspect)
@@ -121,6 +136,7 @@ class Exporter:
             self.running.clear()
 
     def _about_self(self) -> list[PrometheusMetric]:
+        process = ProcessCollector(registry=None)
         build = (__version__, platform.python_version(), self._libbpf_version)
         return [
             family(catalogue.EXPORTER_BUILD_INFO, [(build, 1)]),
@@ -128,6 +144,7 @@ class Exporter:
                 catalogue.EXPORTER_FEATURE_AVAILABLE,
                 (((f.name, f.reason), float(f.available)) for f in self.features),
             ),
+            *process.collect(),
         ]
 
 

@@ -38,7 +38,7 @@ class _Logfmt(logging.Formatter):
 
 def _quoted(value: str) -> str:
     # JSON's quoting is logfmt's.
-    plain = value and not set(value) & set(' ="\n')
+    plain = value and value.isprintable() and not set(value) & set(' ="')
     return value if plain else json.dumps(value, ensure_ascii=False)
 
 

@@ -120,7 +120,7 @@ def test_pins_outlive_the_object(bpffs: Path) -> None:
     assert {path.name for path in bpffs.iterdir()} - builtin == {"drops", "link"}
     assert "value 8B" in lab.sh("bpftool", "map", "show", "pinned", bpffs / "drops")
     # Debian 13's bpftool shows the link and exits with 1 all the same.
-    command = ["bpftool", "link", "show", "pinned", bpffs / "link"]
+    command = ["bpftool", "link", "show", "pinned", str(bpffs / "link")]
     shown = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     assert "cgroup_mkdir" in shown
     with load(open_file("cgroup_lifecycle"), LIFECYCLE, {}) as loaded:
@@ -166,6 +166,9 @@ def test_kernel_btf() -> None:
     assert btf.tracepoint_arity("no_such_tracepoint") is None
     assert btf.has_function("balance_dirty_pages")
     assert not btf.has_function("no_such_function")
+    assert btf.enum_value("pid_type", "PIDTYPE_PID") == 0  # include/linux/pid_types.h
+    assert btf.enum_value("pid_type", "no_such_member") is None
+    assert btf.enum_value("no_such_enum", "PIDTYPE_PID") is None
     btf.close()
     with pytest.raises(BpfError, match="read BTF of /dev/null"):
         KernelBtf("/dev/null")

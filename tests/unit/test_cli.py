@@ -326,13 +326,13 @@ def test_doctor_names_what_is_missing_and_the_remedy() -> None:
     assert (said.returncode, said.stderr) == (1, "")
     found = re.findall(
         r"^NO  (\w+)\n +why: +the exporter lacks CAP_BPF and CAP_PERFMON \[no right\]\n"
-        r" +remedy: run it as root, or grant CAP_BPF and CAP_PERFMON .*$",
+        r" +remedy: run it as root, or grant CAP_BPF and CAP_PERFMON$",
         said.stdout,
         re.MULTILINE,
     )
     assert sorted(found) == sorted(FEATURES)
     assert said.stdout.startswith(f"writeback-exporter {__version__} on Linux ")
-    assert said.stdout.endswith("\nMain signals are missing.\n")
+    assert "\nMain signals are missing." in said.stdout
     hierarchies = find_hierarchies("/sys/fs/cgroup", "/proc")
     assert f"block IO is charged in {hierarchies.io.mount}\n" in said.stdout
     assert f"throttled tasks are named by {hierarchies.task.mount}\n" in said.stdout
@@ -376,8 +376,8 @@ def test_snapshot_without_rights() -> None:
     assert refused_in_metrics(said.stdout) == FEATURES
     assert f'version="{__version__}"' in said.stdout
     records = [json.loads(line) for line in said.stderr.splitlines()]
-    assert [record["level"] for record in records] == ["ERROR"]
-    assert "CAP_BPF and CAP_PERFMON" in records[0]["msg"]
+    (error,) = (record for record in records if record["level"] == "ERROR")
+    assert "CAP_BPF and CAP_PERFMON" in error["msg"]
 
 
 def test_snapshot_to_a_file(tmp_path: Path) -> None:

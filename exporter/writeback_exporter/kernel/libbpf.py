@@ -95,6 +95,7 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {  # name: (result, argument, ...)
     "btf__free": (None, _PTR),
     "btf__find_by_name_kind": (C.c_int32, _PTR, _STR, C.c_uint32),
     "btf__type_by_id": (_PTR, _PTR, C.c_uint32),
+    "btf__name_by_offset": (_STR, _PTR, C.c_uint32),
 }
 
 _WARN = 0  # LIBBPF_WARN
@@ -496,7 +497,7 @@ class KernelBtf:
     Through libbpf: reading its 100,000 types in Python would take seconds.
     """
 
-    _KIND_TYPEDEF, _KIND_FUNC = 8, 12
+    _KIND_ENUM, _KIND_TYPEDEF, _KIND_FUNC = 6, 8, 12
 
     def __init__(self, path: str | None = None) -> None:
         _pending().clear()
@@ -517,6 +518,19 @@ class KernelBtf:
             return None
         prototype = self._info(self._target(self._target(type_id)))
         return (prototype & 0xFFFF) - 1
+
+    def enum_value(self, enum: str, member: str) -> int | None:
+        """The number of a member; None where the kernel does not have that enum or member."""
+        type_id = self._find(enum, self._KIND_ENUM)
+        if type_id is None:
+            return None
+        first = _lib.btf__type_by_id(self._pointer, type_id) + 12  # behind struct btf_type
+        for i in range(self._info(type_id) & 0xFFFF):
+            name, value = struct.unpack("=Ii", C.string_at(first + 8 * i, 8))
+            text: bytes = _lib.btf__name_by_offset(self._pointer, name)  # type: ignore[assignment]
+            if text.decode() == member:
+                return int(value)
+        return None
 
     def has_function(self, name: str) -> bool:
         return self._find(name, self._KIND_FUNC) is not None

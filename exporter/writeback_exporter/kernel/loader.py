@@ -38,7 +38,7 @@ class Kernel:
             raise Refused(
                 "no right",
                 f"the exporter lacks {missing}",
-                "run it as root, or grant CAP_BPF and CAP_PERFMON (before 5.8: CAP_SYS_ADMIN)",
+                "run it as root, or grant CAP_BPF and CAP_PERFMON",
             )
         if not os.path.exists(BTF):
             raise Refused(
@@ -52,7 +52,12 @@ class Kernel:
                 "the kernel is locked down for confidentiality, BPF may not read its memory",
                 "boot with lockdown=integrity, or without",
             )
-        self.btf = KernelBtf()
+        try:
+            self.btf = KernelBtf()
+        except BpfError as error:
+            raise Refused(
+                "BTF unreadable", str(error), f"make {BTF} readable, or upgrade libbpf1"
+            ) from error
 
     def close(self) -> None:
         self.btf.close()
@@ -134,16 +139,24 @@ def load(
     except BpfError as error:
         if opened:
             opened.close()
-        raise _refusal(error) from error
+        raise refusal(error) from error
 
 
-def _refusal(error: BpfError) -> Refused:
-    if error.errno in (errno.EPERM, errno.EACCES) and "processed" not in "".join(error.log):
+def refusal(error: BpfError) -> Refused:
+    """Why the kernel refused, and what to do."""
+    if "processed" in "".join(error.log):
+        return Refused(
+            "refused by the verifier",
+            str(error),
+            "report this, with the output of `writeback-exporter doctor`, as a bug",
+        )
+    if error.errno in (errno.EPERM, errno.EACCES):
         return Refused(
             "not permitted",
             str(error),
-            "allow bpf(2) in the container's seccomp profile and LSM; fentry is besides missing in "
-            "kernels without CONFIG_DYNAMIC_FTRACE_WITH_DIRECT_CALLS",
+            "allow bpf(2) in the container's seccomp profile and LSM, outside a user namespace; "
+            "fentry is besides missing in kernels without "
+            "CONFIG_DYNAMIC_FTRACE_WITH_DIRECT_CALLS",
         )
     if error.errno in (errno.ENOMEM, errno.E2BIG):
         return Refused(

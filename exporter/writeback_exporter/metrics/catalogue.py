@@ -67,8 +67,8 @@ NANOSECONDS = 1e-9
 # The kernel counts in every power of two (bpf/histogram.h); at most 16 of them are exported.
 # 16 us to 8.6 s: factor 2 where devices live, wider where only "very slow" matters.
 _IO_LATENCY = (14, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 30, 33)
-# 1 ms to 34 s; one pause is at most 200 ms (MAX_PAUSE, mm/page-writeback.c), rounded up to a tick
-# or more, and a throttled call is a chain of them.
+# 1 ms to 1.07 s; one pause is at most 200 ms (MAX_PAUSE, mm/page-writeback.c) and a tick or more,
+# and the task may wait for a CPU.
 _PAUSE = (20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30)
 _SIZE = (9, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 27, 30)
 _DEPTH = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10)
@@ -89,7 +89,8 @@ DIRTY_THROTTLE_REQUESTED_SECONDS = _metric(
     "dirty_throttle_requested_seconds",
     Kind.COUNTER,
     "Pauses that balance_dirty_pages requested for tasks of the cgroup. A lower bound of the time "
-    "slept, and comparable between hosts whatever their method.",
+    "slept, and comparable between hosts whatever their method; without measured sleep it counts "
+    "also pauses of nowait writes, which do not sleep.",
     ("cgroup", "bdi"),
     "seconds",
 )
@@ -156,7 +157,8 @@ BLOCK_IO_DEVICE_SECONDS = _metric(
 BLOCK_IO_QUEUE_SECONDS = _metric(
     "block_io_queue_seconds",
     Kind.HISTOGRAM,
-    "Time from arrival in the block layer until issue to the driver, by owner of the IO.",
+    "Time from arrival in the block layer, as the kernel stamps it (since 6.12 once for a batch of "
+    "requests), until issue to the driver, by owner of the IO.",
     ("cgroup", "device", "op"),
     "seconds",
     _IO_LATENCY,

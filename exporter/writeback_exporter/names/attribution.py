@@ -41,8 +41,9 @@ def _block_io(hierarchies: Hierarchies) -> Iterator[Refused]:
     if hierarchies.io.id == 0 and "io" not in _enabled(hierarchies.io):
         yield Refused(
             "io controller off",
-            "no cgroup has the io controller: block IO is charged to the root",
-            "write +io to cgroup.subtree_control from the root down (systemd: IOAccounting=yes)",
+            "the io controller is off below the root: all block IO is charged to the root",
+            "write +io to cgroup.subtree_control from the root down (systemd: "
+            "DefaultIOAccounting=yes in system.conf, then systemctl daemon-reexec)",
         )
 
 

@@ -103,13 +103,13 @@ class Probe(ABC):
         assert self.bpf is not None, "load() comes first"
         return self.bpf.maps[name]
 
-    def _dump(self, name: str) -> list[tuple[bytes, memoryview]]:
-        """A map's entries; notes how full it is."""
+    def _dump(self, name: str, use: str = "") -> list[tuple[bytes, memoryview]]:
+        """A map's entries; notes how full it is, under the name that its drops have."""
         source = self._map(name)
         keys, values = source.dump()
         view, key_size, size = memoryview(values), source.key_size, source.value_size
         count = len(keys) // key_size
-        self.use[name] = MapUse(count, source.max_entries)
+        self.use[use or name] = MapUse(count, source.max_entries)
         return [
             (keys[i * key_size : (i + 1) * key_size], view[i * size : (i + 1) * size])
             for i in range(count)

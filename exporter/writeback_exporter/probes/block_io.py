@@ -132,11 +132,16 @@ class BlockIo(Probe):
         events = ["complete", "requeue", "issue"]
         if kernel.btf.tracepoint_arity("block_rq_merge") is not None:
             events.insert(0, "merge")
+        constants = {"queue_argument": int(arity == 2)}
+        for enum in ("req_op", "req_opf"):  # its name since 6.0, and before
+            number = kernel.btf.enum_value(enum, "REQ_OP_ZONE_APPEND")
+            if number is not None:
+                constants["zone_append_op"] = number
         self._insert = f"insert_{kind}"
         self.bpf = load(
             self.file,
             [f"{event}_{kind}" for event in events],
-            {"queue_argument": arity == 2},
+            constants,
             also=[self._insert],
         )
         self._hierarchy = hierarchies.io
@@ -181,7 +186,7 @@ class BlockIo(Probe):
         self._disks = {}
         self._readings += 1
         disks = self._map("disks")
-        for identity, packed_index in self._dump("disk_index"):
+        for identity, packed_index in self._dump("disk_index", "disks"):
             (index,) = _INDEX.unpack(packed_index)
             _, dev = self._identity.unpack(identity)
             value = disks.lookup(_INDEX.pack(index)) or b""
@@ -209,7 +214,7 @@ class BlockIo(Probe):
         for disk in self._disks.values():
             requests, _ = self._disk_state.unpack(disk.value)
             labels: Labels = (disk.name,)
-            # Signed: what hung in a forgotten disk is taken off the next one in its place.
+            # Signed: a request that hung in a forgotten disk may end in this one's place.
             inflight[labels] = inflight.get(labels, 0) + max(requests, 0)
         snapshot.families.append(family(catalogue.BLOCK_IO_INFLIGHT, inflight.items()))
 

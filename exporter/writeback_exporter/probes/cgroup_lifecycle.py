@@ -3,18 +3,21 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import threading
 import time
 
 from writeback_exporter.features import Feature
-from writeback_exporter.kernel.libbpf import RingBuffer
-from writeback_exporter.kernel.loader import Kernel, load
+from writeback_exporter.kernel.libbpf import BpfError, RingBuffer
+from writeback_exporter.kernel.loader import Kernel, load, refusal
 from writeback_exporter.metrics import catalogue
 from writeback_exporter.metrics.exposition import Snapshot, family
 from writeback_exporter.names.cgroups import Cgroups, EventKind, Hierarchies
 from writeback_exporter.probes.base import Host, Probe
+
+log = logging.getLogger(__name__)
 
 _RECORDS = "cgroup_events"
 
@@ -43,7 +46,11 @@ class CgroupLifecycle(Probe):
             ["cgroup_mkdir", "cgroup_rename", "cgroup_rmdir", "cgroup_release"],
             {"io_hierarchy": hierarchies.io.id, "task_hierarchy": hierarchies.task.id},
         )
-        self._ring = RingBuffer(self._map(_RECORDS), self._apply)
+        try:
+            self._ring = RingBuffer(self._map(_RECORDS), self._apply)
+        except BpfError as error:
+            super().close()
+            raise refusal(error) from error
         self._stop_read, self._stop_write = os.pipe()
         self._follower = threading.Thread(target=self._follow, name=self.name, daemon=True)
         self._follower.start()
@@ -66,8 +73,11 @@ class CgroupLifecycle(Probe):
             ready = {fd for fd, _ in poll.poll()}
             if self._stop_read in ready:
                 return
-            with self._lock:
-                self._ring.consume()
+            try:
+                with self._lock:
+                    self._ring.consume()
+            except BpfError as error:
+                log.warning("%s; names of new cgroups wait for the next scrape", error)
             # Events come in bursts: one wakeup takes many.
             time.sleep(0.05)
 
@@ -79,8 +89,8 @@ class CgroupLifecycle(Probe):
         self._ring.consume()
         dropped = sum(self.drops().values())
         if dropped != self._dropped:
-            self._dropped = dropped
             self._cgroups.walk(time.monotonic())
+            self._dropped = dropped
 
     def fill(self, snapshot: Snapshot, host: Host) -> None:
         live, exited = host.cgroups.counts
