@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -84,14 +85,18 @@ def test_two_exporters_count_the_same(exporter: lab.Exporter, tmp_path: Path) ->
 def test_attaching_while_requests_are_in_flight(tmp_path: Path) -> None:
     """What began before we attached is not counted, and nothing stays open for ever."""
     with lab.loop_disk(tmp_path) as disk:
-        writers = [lab.spawn_in([], lab.DIRECT_WRITER, disk.path, 4096, 6000, 0) for _ in range(4)]
+        endless = lab.DIRECT_WRITER.replace("range(count)", "iter(int, 1)").replace("i * size", "0")
+        writers = [lab.spawn_in([], endless, disk.path, 4096, 0, 0) for _ in range(4)]
         before = disk.stats()
         with lab.Exporter() as exporter:
+            time.sleep(0.5)
+            assert all(writer.poll() is None for writer in writers)
             for writer in writers:
+                writer.kill()
                 writer.communicate(timeout=120)
             truth = disk.stats() - before
             scrape = exporter.scrape()
         counted = scrape.sum("block_io_size_bytes_count", device=disk.name)
         unended = scrape.sum("exporter_map_dropped_total", map="requests")
-        assert counted <= truth.writes
+        assert 0 < counted <= truth.writes
         assert scrape.sum("block_io_inflight", device=disk.name) <= unended + 1

@@ -198,15 +198,20 @@ def test_lost_cgroup_events_are_made_up_for_by_a_walk(small: dict[str, int], plu
         assert seen.sum("exporter_cgroups", state="live") >= 200
 
 
-def test_series_leave_with_their_cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_series_leave_with_their_cgroup(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A released cgroup is exported once more, then its entries are deleted; one that came again
     under its path goes on counting."""
     for module in (cgroups, block_io, dirty_throttle):
         monkeypatch.setattr(module, "RETENTION_SECONDS", 0)
+    monkeypatch.setattr(cgroups, "DYING_SECONDS", 0)
     hierarchy, name = lab.hierarchies().io, f"wbx-gone-{os.getpid()}"
-    file = tmp_path / "file"
+    # On a disk, as a checkout is; /tmp may be in memory.
+    file = Path(__file__).parents[2] / "build" / f"{name}.direct"
     file.write_bytes(bytes(10 * 4096))
-    os.sync()
+    lab.sh("sync", file)
+    request.addfinalizer(file.unlink)
 
     def requests(exporter: Exporter) -> float:
         return scrape(exporter).sum("block_io_size_bytes_count", cgroup=f"/{name}")

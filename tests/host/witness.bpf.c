@@ -92,12 +92,9 @@ int complete(struct bpf_raw_tracepoint_args *ctx)
 	return 0;
 }
 
-SEC("raw_tp/balance_dirty_pages")
-int throttle(struct bpf_raw_tracepoint_args *ctx)
+static int throttled(struct bdi_writeback *wb, __s64 pause)
 {
-	struct bdi_writeback *wb = (struct bdi_writeback *)ctx->args[0];
 	struct key key = { .what = 4, .minor = bpf_get_current_cgroup_id() };
-	__s64 pause = ctx->args[6]; /* since 6.16, as on the host */
 
 	if (pause <= 0)
 		return 0;
@@ -106,4 +103,16 @@ int throttle(struct bpf_raw_tracepoint_args *ctx)
 	key.what = 5;
 	count(key, pause);
 	return 0;
+}
+
+SEC("raw_tp/balance_dirty_pages")
+int throttle_12(struct bpf_raw_tracepoint_args *ctx)
+{
+	return throttled((struct bdi_writeback *)ctx->args[0], ctx->args[10]);
+}
+
+SEC("raw_tp/balance_dirty_pages")
+int throttle_8(struct bpf_raw_tracepoint_args *ctx)
+{
+	return throttled((struct bdi_writeback *)ctx->args[0], ctx->args[6]);
 }

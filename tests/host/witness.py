@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests import lab
+from writeback_exporter.kernel.libbpf import KernelBtf
 
 _ISSUED, _REQUEUED, _COMPLETED, _BYTES, _PAUSES, _TICKS = range(6)
 
@@ -27,7 +28,6 @@ _PROGRAMS = {
     "issue": "block_rq_issue",
     "requeue": "block_rq_requeue",
     "complete": "block_rq_complete",
-    "throttle": "balance_dirty_pages",
 }
 
 
@@ -89,7 +89,10 @@ def witness(directory: Path) -> Iterator[Witness]:
     try:
         programs, maps = bpffs / "programs", bpffs / "maps"
         lab.sh("bpftool", "prog", "loadall", built, programs, "pinmaps", maps)
-        for program, tracepoint in _PROGRAMS.items():
+        kernel = KernelBtf()
+        throttle = f"throttle_{kernel.tracepoint_arity('balance_dirty_pages')}"
+        kernel.close()
+        for program, tracepoint in {**_PROGRAMS, throttle: "balance_dirty_pages"}.items():
             descriptors.append(_attach(programs / program, tracepoint))
         yield Witness(maps / "seen")
     finally:

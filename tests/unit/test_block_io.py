@@ -167,7 +167,7 @@ class Machine(MachineOfCgroups):
         result = self.peek()
         gone = self.cgroups.expired(self.now)
         self.probe.forget(gone, self.host, self.now)
-        self.cgroups.forget(gone)
+        self.cgroups.forget(gone, self.now)
         return result
 
     def peek(self) -> Scraped:

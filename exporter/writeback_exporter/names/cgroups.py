@@ -31,6 +31,12 @@ _EVICTED_LIMIT = 500_000
 """Ids kept of those; more cannot be in the maps."""
 
 
+DYING_SECONDS = 600.0
+"""When the series of a removed cgroup go that the kernel keeps because of its page cache, perhaps
+for days: its dirty pages are written back within the first minute. Should it have IO after that,
+its series begin anew, under its name."""
+
+
 class CgroupfsError(Exception):
     """The cgroup file system is not where it was looked for; the message says what to do."""
 
@@ -134,6 +140,8 @@ class EventKind(IntEnum):
 @dataclass(slots=True)
 class _Exited:
     path: str
+    quiet_since: float
+    """When it was removed, or its entries in the maps were last deleted."""
     released_at: float | None = None
     scraped: bool = False
 
@@ -165,7 +173,7 @@ class Cgroups:
         for tree in self._trees.values():
             there = found[tree.hierarchy.id]
             for cgroup in tree.live.keys() - there.keys():
-                tree.exited[cgroup] = _Exited(tree.live[cgroup])
+                tree.exited[cgroup] = _Exited(tree.live[cgroup], now)
             tree.live = there
             for cgroup in tree.exited.keys() & there.keys():
                 del tree.exited[cgroup]
@@ -185,15 +193,20 @@ class Cgroups:
         elif kind is EventKind.RENAME:
             _rename(tree, cgroup, printable(path))
         elif kind is EventKind.RMDIR:
-            tree.exited.setdefault(cgroup, _Exited(tree.live.pop(cgroup, printable(path))))
+            tree.exited.setdefault(cgroup, _Exited(tree.live.pop(cgroup, printable(path)), now))
+            self._bound(tree)
         elif kind is EventKind.RELEASE:
-            exited = tree.exited.setdefault(cgroup, _Exited(printable(path)))
-            exited.released_at = now
+            exited = tree.exited.setdefault(cgroup, _Exited(printable(path), now))
+            exited.released_at, exited.scraped = now, False
             tree.live.pop(cgroup, None)
-            if len(tree.exited) > _EXITED_LIMIT:
-                eldest = next(iter(tree.exited))
-                del tree.exited[eldest]
-                tree.evicted.append(eldest)
+            self._bound(tree)
+
+    @staticmethod
+    def _bound(tree: _Tree) -> None:
+        if len(tree.exited) > _EXITED_LIMIT:
+            eldest = next(iter(tree.exited))
+            del tree.exited[eldest]
+            tree.evicted.append(eldest)
 
     def name(self, hierarchy: Hierarchy, cgroup: int) -> str:
         """The label of a cgroup: its path below the hierarchy's root, or UNATTRIBUTED or OTHER."""
@@ -218,18 +231,28 @@ class Cgroups:
             gone |= {(tree.hierarchy.id, cgroup) for cgroup in tree.evicted}
             for cgroup, exited in tree.exited.items():
                 if exited.released_at is None:
-                    continue
-                if exited.scraped and now - exited.released_at >= RETENTION_SECONDS:
+                    over = now - exited.quiet_since >= DYING_SECONDS
+                else:
+                    over = now - exited.released_at >= RETENTION_SECONDS
+                if over and exited.scraped:
                     gone.add((tree.hierarchy.id, cgroup))
                 exited.scraped = True
         return gone
 
-    def forget(self, gone: set[tuple[int, int]]) -> None:
+    def forget(self, gone: set[tuple[int, int]], now: float) -> None:
+        """Drops the names of what has gone; of a cgroup that the kernel still has, keeps it."""
         for hierarchy, cgroup in gone:
-            self._trees[hierarchy].exited.pop(cgroup, None)
-            self._trees[hierarchy].collapsed.discard(cgroup)
+            tree = self._trees[hierarchy]
+            exited = tree.exited.get(cgroup)
+            if exited and exited.released_at is None:
+                exited.quiet_since, exited.scraped = now, False
+                continue
+            tree.exited.pop(cgroup, None)
+            tree.collapsed.discard(cgroup)
         for tree in self._trees.values():
+            left = [c for c in tree.evicted if (tree.hierarchy.id, c) not in gone]
             tree.evicted.clear()
+            tree.evicted.extend(left)
 
     def labels_in_use(self, hierarchy: Hierarchy, gone: set[tuple[int, int]]) -> set[str]:
         """The labels of a hierarchy that stay when `gone` are forgotten: a path may have a new

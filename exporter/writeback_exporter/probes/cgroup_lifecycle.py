@@ -99,7 +99,7 @@ class CgroupLifecycle(Probe):
         )
 
     def forget(self, gone: set[tuple[int, int]], host: Host, now: float) -> None:
-        host.cgroups.forget(gone)
+        host.cgroups.forget(gone, now)
 
     def stop_following(self) -> None:
         """Ends the thread; whoever calls this must not hold the lock."""
