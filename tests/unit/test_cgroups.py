@@ -432,6 +432,7 @@ def test_removed_cgroup_that_the_kernel_keeps(tmp_path: Path) -> None:
     assert cgroups.expired(2 * DYING_SECONDS - 1) == set()
     assert cgroups.expired(2 * DYING_SECONDS) == {(0, 5)}
     cgroups.apply(RELEASE, 0, 5, b"/a", 2 * DYING_SECONDS)
+    assert cgroups.expired(2 * DYING_SECONDS) == set()
     gone = cgroups.expired(2 * DYING_SECONDS + RETENTION_SECONDS)
     cgroups.forget(gone, 0.0)
     assert (gone, cgroups.counts) == ({(0, 5)}, (1, 0))
