@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import fcntl
 import os
+import platform
+import shutil
 import struct
 import time
 from collections.abc import Iterator
@@ -17,9 +19,11 @@ from tests import lab
 from tests.host.test_cgroup_lifecycle import by_cgroup
 from tests.host.witness import Witness, unless_hidden
 from tests.lab import BUFFERED_WRITER, DIRECT_WRITER, Cgroup, Disk, Scrape
+from writeback_exporter import __version__
 from writeback_exporter.exporter import Exporter
+from writeback_exporter.kernel import loader
 from writeback_exporter.kernel.libbpf import Object
-from writeback_exporter.kernel.loader import Kernel
+from writeback_exporter.kernel.loader import OBJECTS, Kernel
 from writeback_exporter.metrics.exposition import negotiate, render
 from writeback_exporter.names import cgroups
 from writeback_exporter.probes import block_io, dirty_throttle
@@ -150,6 +154,72 @@ def test_requests_without_a_slot(
         return hidden
 
     unless_hidden(attempt)
+
+
+@pytest.fixture
+def two_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Objects as installed, but block_io's with two slots for requests: nearly all collide."""
+    objects = tmp_path / "objects"
+    shutil.copytree(OBJECTS, objects)
+    source = Path(__file__).parents[2] / "bpf/block_io.bpf.c"
+    lab.sh(
+        *("clang", "-target", "bpf", "-mcpu=v3", "-O2", "-g", "-DREQUESTS_LOG2=1"),
+        *("-idirafter", f"/usr/include/{platform.machine()}-linux-gnu"),
+        *(f'-DEXPORTER_VERSION="{__version__}"', "-c", source, "-o", objects / "block_io.bpf.o"),
+    )
+    monkeypatch.setattr(loader, "OBJECTS", objects)
+
+
+def test_requests_whose_slots_collide(two_slots: None, tmp_path: Path, witness: Witness) -> None:
+    """Some in the slots and some spilled beside them, in any order, and none counted wrongly."""
+    directories = [tmp_path / "first", tmp_path / "second"]
+    with ExitStack() as stack:
+        disks = []
+        for directory in directories:
+            directory.mkdir()
+            disks.append(stack.enter_context(lab.loop_disk(directory)))
+
+        def attempt() -> int:
+            hidden = sum(witness.hidden(disk) for disk in disks)
+            before = [disk.stats() for disk in disks]
+            with exporter_in_process() as exporter:
+                writers = [
+                    lab.spawn_in([], DIRECT_WRITER, disk.path, 4096, 800, i * 800 * 4096)
+                    for i in range(4)
+                    for disk in disks
+                ]
+                for writer in writers:
+                    writer.communicate(timeout=120)
+                    assert writer.returncode == 0
+                truth = [disk.stats() - stats for disk, stats in zip(disks, before, strict=True)]
+                seen = scrape(exporter)
+                (probe,) = (p for p in exporter.running if p.name == "block_io")
+                assert probe.bpf
+                slots, spilled = (
+                    probe.bpf.maps[name].dump() for name in ("requests", "requests_spilled")
+                )
+            hidden = sum(witness.hidden(disk) for disk in disks) - hidden
+            if hidden == 0:
+                for disk, stats in zip(disks, truth, strict=True):
+                    labels = {"device": disk.name, "op": "write"}
+                    count = seen.sum("block_io_size_bytes_count", **labels)
+                    assert count == stats.writes == 3200
+                    size = seen.sum("block_io_size_bytes_sum", **labels)
+                    assert size == stats.written_bytes
+                own = {disk.name for disk in disks}
+                assert all(
+                    count == 0
+                    for series, count in seen.select("block_io_inflight").items()
+                    if dict(series)["device"] in own
+                )
+                overflow = probe.file.struct("request_state").pick("overflow")
+                counts = [count for (count,) in overflow.iter_unpack(slots[1])]
+                # Others' disks may have requests in flight just now.
+                assert len(counts) == 2
+                assert sum(counts) == len(spilled[0]) // 8 <= 4
+            return hidden
+
+        unless_hidden(attempt)
 
 
 def test_full_request_map_is_counted_as_dropped(small: dict[str, int], plugged: Disk) -> None:
