@@ -197,7 +197,8 @@ class Cgroups:
             self._bound(tree)
         elif kind is EventKind.RELEASE:
             exited = tree.exited.setdefault(cgroup, _Exited(printable(path), now))
-            exited.released_at, exited.scraped = now, False
+            if exited.released_at is None:  # else a walk has taken it for released already
+                exited.released_at, exited.scraped = now, False
             tree.live.pop(cgroup, None)
             self._bound(tree)
 
