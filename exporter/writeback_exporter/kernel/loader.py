@@ -21,6 +21,7 @@ from writeback_exporter.kernel.libbpf import BpfError, KernelBtf, LibbpfMissing,
 
 OBJECTS = Path(__file__).parent.parent / "objects"
 BTF = "/sys/kernel/btf/vmlinux"
+LOCKDOWN = "/sys/kernel/security/lockdown"
 
 _CAP_SYS_ADMIN, _CAP_PERFMON, _CAP_BPF = 21, 38, 39
 
@@ -187,7 +188,7 @@ def _missing_capabilities() -> str:
 
 def _lockdown() -> str:
     try:
-        text = Path("/sys/kernel/security/lockdown").read_text(encoding="ascii")
+        text = Path(LOCKDOWN).read_text(encoding="ascii")
     except OSError:
         return "none"  # no lockdown LSM, or securityfs not mounted
     return text[text.find("[") + 1 : text.find("]")]

@@ -28,7 +28,16 @@ def attribution(hierarchies: Hierarchies) -> list[Feature]:
 
 def _names(hierarchies: Hierarchies) -> Iterator[Refused]:
     for hierarchy in hierarchies.all:
-        if os.stat(hierarchy.mount).st_ino != _ROOT_INODE:
+        try:
+            inode = os.stat(hierarchy.mount).st_ino
+        except OSError as error:
+            yield Refused(
+                "unreadable",
+                f"cannot read {hierarchy.mount}: {error.strerror}",
+                "mount the cgroup file system there, or say where it is with --path.cgroupfs",
+            )
+            continue
+        if inode != _ROOT_INODE:
             yield Refused(
                 "cgroup namespace",
                 f"{hierarchy.mount} is not its hierarchy's root: cgroups above it have no name",
