@@ -313,8 +313,7 @@ static __always_inline struct request_state *spill_request(struct request *rq, b
 	return bpf_map_lookup_elem(&requests_spilled, &rq);
 }
 
-/* The request's place; if it had none, a new one, in which a slot's last user is still to be seen.
- */
+/* The request's place; if it had none, a new one, with what a slot's last user left in it. */
 static __always_inline struct request_state *enter_request(struct request *rq, bool slots,
 							   bool *is_new)
 {
@@ -324,8 +323,7 @@ static __always_inline struct request_state *enter_request(struct request *rq, b
 	*is_new = false;
 	if (slots) {
 		state = slot_of_request(rq);
-		/* Nobody was spilled from here, so the request was not: find and claim in one step.
-		 */
+		/* Nobody was spilled from here, nor was it: find and claim in one step. */
 		if (state && !state->overflow) {
 			owner = __sync_val_compare_and_swap(&state->rq, 0, (__u64)rq);
 			*is_new = !owner;

@@ -164,8 +164,6 @@ def test_kernel_btf() -> None:
     btf = KernelBtf()
     assert btf.tracepoint_arity("cgroup_mkdir") == 2
     assert btf.tracepoint_arity("no_such_tracepoint") is None
-    assert btf.has_function("balance_dirty_pages")
-    assert not btf.has_function("no_such_function")
     assert btf.enum_value("pid_type", "PIDTYPE_PID") == 0  # include/linux/pid_types.h
     assert btf.enum_value("pid_type", "no_such_member") is None
     assert btf.enum_value("no_such_enum", "PIDTYPE_PID") is None
@@ -207,4 +205,3 @@ def test_statistics(throttle: Object) -> None:
         runs = loaded.programs["cgroup_mkdir"].runs()
     assert runs.count >= 1
     assert runs.nanoseconds > 0
-    assert libbpf.possible_cpus() >= os.cpu_count()  # type: ignore[operator]

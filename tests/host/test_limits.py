@@ -26,7 +26,7 @@ from writeback_exporter.kernel.libbpf import Object
 from writeback_exporter.kernel.loader import OBJECTS, Kernel
 from writeback_exporter.metrics.exposition import negotiate, render
 from writeback_exporter.names import cgroups
-from writeback_exporter.probes import block_io, dirty_throttle
+from writeback_exporter.probes import base
 from writeback_exporter.settings import Settings
 
 
@@ -273,7 +273,7 @@ def test_series_leave_with_their_cgroup(
 ) -> None:
     """A released cgroup is exported once more, then its entries are deleted; one that came again
     under its path goes on counting."""
-    for module in (cgroups, block_io, dirty_throttle):
+    for module in (cgroups, base):
         monkeypatch.setattr(module, "RETENTION_SECONDS", 0)
     monkeypatch.setattr(cgroups, "DYING_SECONDS", 0)
     hierarchy, name = lab.hierarchies().io, f"wbx-gone-{os.getpid()}"
@@ -321,8 +321,7 @@ def test_series_leave_with_their_cgroup(
 
 def test_a_disk_that_is_unplugged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its series stay for the last scrape and go; the next disk of that name starts anew."""
-    for module in (block_io, dirty_throttle):
-        monkeypatch.setattr(module, "RETENTION_SECONDS", 0)
+    monkeypatch.setattr(base, "RETENTION_SECONDS", 0)
     number = 200 + os.getpid() % 50
     device = f"loop{number}"
 

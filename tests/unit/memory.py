@@ -5,13 +5,21 @@ values is the object's own."""
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from writeback_exporter.kernel.layout import Layout
-from writeback_exporter.names.cgroups import Cgroups, EventKind, Hierarchies, Hierarchy
+from writeback_exporter.metrics.exposition import Snapshot
+from writeback_exporter.names.cgroups import (
+    RETENTION_SECONDS,
+    Cgroups,
+    EventKind,
+    Hierarchies,
+    Hierarchy,
+)
 from writeback_exporter.names.devices import Devices
-from writeback_exporter.probes.base import Host
+from writeback_exporter.probes.base import Host, Probe
 
 Values = Mapping[str, int | bytes | list[int]]
 
@@ -51,10 +59,15 @@ def changed(layout: Layout, before: bytes | None, values: Values) -> bytes:
     return bytes(content)
 
 
-class MachineOfCgroups:
-    """The cgroups and the sysfs of a machine in memory, as events and plugging change them."""
+Scraped = TypeVar("Scraped")
 
-    def __init__(self, sysfs: Path) -> None:
+
+class MachineOfCgroups(Generic[Scraped]):
+    """The cgroups and the sysfs of a machine in memory, as events and plugging change them, and
+    scrapes of a probe; `scraped` is what a test makes of a snapshot."""
+
+    def __init__(self, sysfs: Path, probe: Probe, scraped: Callable[[Snapshot], Scraped]) -> None:
+        self._probe, self._scraped = probe, scraped
         self.hierarchy = Hierarchy(0, "/nowhere")
         self.cgroups = Cgroups(Hierarchies(self.hierarchy, self.hierarchy))
         self.sysfs = sysfs
@@ -69,3 +82,25 @@ class MachineOfCgroups:
     def exit(self, cgroup: int, path: str) -> None:
         self.event(EventKind.RMDIR, cgroup, path)
         self.event(EventKind.RELEASE, cgroup, path)
+
+    def scrape(self, after: float = 15.0) -> Scraped:
+        """One collection, as Exporter.collect() has it."""
+        self.now += after
+        result = self.peek()
+        gone = self.cgroups.expired(self.now)
+        self._probe.forget(gone, self.host, self.now)
+        self.cgroups.forget(gone, self.now)
+        return result
+
+    def peek(self) -> Scraped:
+        """What a collection finds, without its consequences."""
+        snapshot = Snapshot()
+        self._probe.read()
+        self._probe.fill(snapshot, self.host)
+        return self._scraped(snapshot)
+
+    def scrape_until_retention_is_over(self) -> Scraped:
+        """Scrapes as Prometheus does, so that what exited before is gone in the last one."""
+        for _ in range(4):
+            self.scrape(RETENTION_SECONDS / 2)
+        return self.scrape()

@@ -92,15 +92,15 @@ def test_any_status_has_a_name(status: int) -> None:
 # The machine ------------------------------------------------------------------------------------
 
 
-class Machine(MachineOfCgroups):
+class Machine(MachineOfCgroups["Scraped"]):
     """A machine's disks, cgroups and IO, and the probe that reads them.
 
     Its methods do to the maps what bpf/block_io.bpf.c does.
     """
 
     def __init__(self, sysfs: Path) -> None:
-        super().__init__(sysfs)
         self.probe = BlockIo()
+        super().__init__(sysfs, self.probe, Scraped)
         file = self.probe.file
         self.maps = {
             "block_io": Memory(16, file.struct("io_histograms").size, 32768),
@@ -160,28 +160,6 @@ class Machine(MachineOfCgroups):
         key = changed(layout, None, values)
         (before,) = struct.unpack("=Q", errors.lookup(key) or bytes(8))
         errors.update(key, struct.pack("=Q", before + times))
-
-    def scrape(self, after: float = 15.0) -> Scraped:
-        """One collection, as Exporter.collect() has it."""
-        self.now += after
-        result = self.peek()
-        gone = self.cgroups.expired(self.now)
-        self.probe.forget(gone, self.host, self.now)
-        self.cgroups.forget(gone, self.now)
-        return result
-
-    def peek(self) -> Scraped:
-        """What a collection finds, without its consequences."""
-        snapshot = Snapshot()
-        self.probe.read()
-        self.probe.fill(snapshot, self.host)
-        return Scraped(snapshot)
-
-    def scrape_until_retention_is_over(self) -> Scraped:
-        """Scrapes as Prometheus does, so that what exited before is gone in the last one."""
-        for _ in range(4):
-            self.scrape(RETENTION_SECONDS / 2)
-        return self.scrape()
 
 
 class Scraped:

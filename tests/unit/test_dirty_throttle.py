@@ -88,15 +88,15 @@ def test_ticks_of_every_hz(monkeypatch: pytest.MonkeyPatch, hz: int) -> None:
 # The machine ------------------------------------------------------------------------------------
 
 
-class Machine(MachineOfCgroups):
+class Machine(MachineOfCgroups["Scraped"]):
     """A machine's BDIs and throttled tasks, and the probe that reads them.
 
     Its methods do to the maps what bpf/dirty_throttle.bpf.c does.
     """
 
     def __init__(self, sysfs: Path) -> None:
-        super().__init__(sysfs)
         self.probe = DirtyThrottle()
+        super().__init__(sysfs, self.probe, Scraped)
         file = self.probe.file
         throttle, bdi = file.map("dirty_throttle"), file.map("bdis")
         sleeper = file.map("sleepers").value
@@ -156,28 +156,6 @@ class Machine(MachineOfCgroups):
         }
         key = tid.to_bytes(4, sys.byteorder)
         self.maps["sleepers"].entries[key] = changed(self.sleeper, None, values)
-
-    def scrape(self, after: float = 15.0) -> Scraped:
-        """One collection, as Exporter.collect() has it."""
-        self.now += after
-        result = self.peek()
-        gone = self.cgroups.expired(self.now)
-        self.probe.forget(gone, self.host, self.now)
-        self.cgroups.forget(gone, self.now)
-        return result
-
-    def peek(self) -> Scraped:
-        """What a collection finds, without its consequences."""
-        snapshot = Snapshot()
-        self.probe.read()
-        self.probe.fill(snapshot, self.host)
-        return Scraped(snapshot)
-
-    def scrape_until_retention_is_over(self) -> Scraped:
-        """Scrapes as Prometheus does, so that what exited before is gone in the last one."""
-        for _ in range(4):
-            self.scrape(RETENTION_SECONDS / 2)
-        return self.scrape()
 
 
 class Scraped:

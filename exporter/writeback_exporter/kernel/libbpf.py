@@ -51,7 +51,6 @@ class _OpenOptions(C.Structure):
 _SIGNATURES: dict[str, tuple[object, ...]] = {  # name: (result, argument, ...)
     "libbpf_set_print": (_PTR, _PrintFn),
     "libbpf_version_string": (_STR,),
-    "libbpf_num_possible_cpus": (_INT,),
     "bpf_object__open_file": (_PTR, _STR, C.POINTER(_OpenOptions)),
     "bpf_object__load": (_INT, _PTR),
     "bpf_object__close": (None, _PTR),
@@ -497,7 +496,7 @@ class KernelBtf:
     Through libbpf: reading its 100,000 types in Python would take seconds.
     """
 
-    _KIND_ENUM, _KIND_TYPEDEF, _KIND_FUNC = 6, 8, 12
+    _KIND_ENUM, _KIND_TYPEDEF = 6, 8
 
     def __init__(self, path: str | None = None) -> None:
         _pending().clear()
@@ -532,9 +531,6 @@ class KernelBtf:
                 return int(value)
         return None
 
-    def has_function(self, name: str) -> bool:
-        return self._find(name, self._KIND_FUNC) is not None
-
     def close(self) -> None:
         _lib.btf__free(self._pointer)
 
@@ -564,7 +560,3 @@ def load_instructions(program_type: int, instructions: bytes, name: str) -> None
 def enable_stats() -> int:
     """The kernel counts runs and time of BPF programs until this descriptor is closed."""
     return _checked(_lib.bpf_enable_stats(0), "enable BPF statistics")
-
-
-def possible_cpus() -> int:
-    return _checked(_lib.libbpf_num_possible_cpus(), "count CPUs")

@@ -15,7 +15,7 @@ from writeback_exporter.kernel.libbpf import Map, Object, Program
 from writeback_exporter.kernel.loader import Kernel, open_file
 from writeback_exporter.metrics.catalogue import Metric
 from writeback_exporter.metrics.exposition import HistogramFamily, HistogramRow, Labels, Snapshot
-from writeback_exporter.names.cgroups import Cgroups, Hierarchies
+from writeback_exporter.names.cgroups import RETENTION_SECONDS, Cgroups, Hierarchies
 from writeback_exporter.names.devices import Devices
 
 Row = tuple[bytes, Labels, bytes | memoryview]
@@ -103,6 +103,19 @@ class Probe(ABC):
         assert self.bpf is not None, "load() comes first"
         return self.bpf.maps[name]
 
+    def _of_known(
+        self, name: str, entries: list[tuple[bytes, memoryview]], is_known: Callable[[bytes], bool]
+    ) -> list[tuple[bytes, memoryview]]:
+        """Without the entries of forgotten devices, which are deleted: a request that hung in an
+        unplugged disk for minutes makes one when it fails."""
+        known = []
+        for key, row in entries:
+            if is_known(key):
+                known.append((key, row))
+            else:
+                self._map(name).delete(key)
+        return known
+
     def _dump(self, name: str, use: str = "") -> list[tuple[bytes, memoryview]]:
         """A map's entries; notes how full it is, under the name that its drops have."""
         source = self._map(name)
@@ -114,6 +127,21 @@ class Probe(ABC):
             (keys[i * key_size : (i + 1) * key_size], view[i * size : (i + 1) * size])
             for i in range(count)
         ]
+
+
+@dataclass(slots=True, kw_only=True)
+class Device:
+    """A disk or BDI that a probe has counted on, until it is gone and its last samples scraped."""
+
+    gone_since: float | None = None
+
+    def has_left(self, is_there: bool, now: float) -> bool:
+        """Whether it went long enough ago; notes when it went, at a monotonic time in seconds."""
+        if is_there:
+            self.gone_since = None
+        elif self.gone_since is None:
+            self.gone_since = now
+        return self.gone_since is not None and now - self.gone_since >= RETENTION_SECONDS
 
 
 class Table:

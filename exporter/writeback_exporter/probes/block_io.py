@@ -16,13 +16,12 @@ from writeback_exporter.metrics import catalogue
 from writeback_exporter.metrics.exposition import HistogramFamily, Labels, Snapshot, family
 from writeback_exporter.names.cgroups import (
     OTHER,
-    RETENTION_SECONDS,
     Cgroups,
     Hierarchies,
     Hierarchy,
 )
 from writeback_exporter.names.devices import Devices
-from writeback_exporter.probes.base import Host, Probe, Row, Table, carry
+from writeback_exporter.probes.base import Device, Host, Probe, Row, Table, carry
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +57,7 @@ def error_name(status: int) -> str:
 
 
 @dataclass(slots=True)
-class _Disk:
+class _Disk(Device):
     """A disk that had IO, as `read` found it."""
 
     index: int
@@ -69,7 +68,6 @@ class _Disk:
     name: str
     seen: int
     """The number of the reading that found it first."""
-    gone_since: float | None = None
 
 
 class BlockIo(Probe):
@@ -164,22 +162,12 @@ class BlockIo(Probe):
         self._errors = self._dump("block_io_errors")
         self._dump("requests_spilled")
         self._read_disks()
-        self._io = self._of_known_disks("block_io", self._io)
-        self._errors = self._of_known_disks("block_io_errors", self._errors)
+        self._io = self._of_known("block_io", self._io, self._has_known_disk)
+        self._errors = self._of_known("block_io_errors", self._errors, self._has_known_disk)
 
-    def _of_known_disks(
-        self, name: str, entries: list[tuple[bytes, memoryview]]
-    ) -> list[tuple[bytes, memoryview]]:
-        """Without those of disks that were forgotten: a request that hung in an unplugged one for
-        minutes makes an entry when it fails."""
-        known = []
-        for key, row in entries:
-            _, disk = self._owner.unpack_from(key)
-            if disk in self._disks:
-                known.append((key, row))
-            else:
-                self._map(name).delete(key)
-        return known
+    def _has_known_disk(self, key: bytes) -> bool:
+        _, disk = self._owner.unpack_from(key)
+        return disk in self._disks
 
     def _read_disks(self) -> None:
         known = self._disks
@@ -322,10 +310,7 @@ class BlockIo(Probe):
         for disk in self._disks.values():
             latest[disk.name] = max(disk.seen, latest.get(disk.name, 0))
         for disk in self._disks.values():
-            if disk.seen == latest[disk.name] and devices.has_disk(disk.name, disk.dev):
-                disk.gone_since = None
-            elif disk.gone_since is None:
-                disk.gone_since = now
-            elif now - disk.gone_since >= RETENTION_SECONDS:
+            is_there = disk.seen == latest[disk.name] and devices.has_disk(disk.name, disk.dev)
+            if disk.has_left(is_there, now):
                 dead[disk.index] = disk
         return dead

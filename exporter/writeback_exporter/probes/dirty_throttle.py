@@ -18,13 +18,12 @@ from writeback_exporter.metrics import catalogue
 from writeback_exporter.metrics.exposition import Labels, Snapshot, family
 from writeback_exporter.names.cgroups import (
     OTHER,
-    RETENTION_SECONDS,
     Cgroups,
     Hierarchies,
     Hierarchy,
 )
 from writeback_exporter.names.devices import Devices
-from writeback_exporter.probes.base import Host, Probe, Row, Table, carry
+from writeback_exporter.probes.base import Device, Host, Probe, Row, Table, carry
 
 _CLOCK_MONOTONIC_COARSE = 6  # include/uapi/linux/time.h; the time module does not name it
 _VALUES_ARITY, _CONTROL_ARITY = 12, 8
@@ -42,13 +41,12 @@ def ticks_per_second() -> int:
 
 
 @dataclass(slots=True)
-class _Bdi:
+class _Bdi(Device):
     """A BDI that had throttling, as `read` found it."""
 
     id: int
     name: str
     value: memoryview
-    gone_since: float | None = None
 
 
 class DirtyThrottle(Probe):
@@ -117,13 +115,10 @@ class DirtyThrottle(Probe):
             self._bdis[bdi] = _Bdi(bdi, text, value)
             if bdi in known:
                 self._bdis[bdi].gone_since = known[bdi].gone_since
-        self._throttles = [entry for entry in self._throttles if self._is_known(entry[0])]
+        self._throttles = self._of_known("dirty_throttle", self._throttles, self._has_known_bdi)
 
-    def _is_known(self, key: bytes) -> bool:
-        """Whether the entry's BDI is; else, when that was forgotten, a last pause came after it."""
+    def _has_known_bdi(self, key: bytes) -> bool:
         _, bdi = self._key.unpack(key)
-        if bdi not in self._bdis:
-            self._map("dirty_throttle").delete(key)
         return bdi in self._bdis
 
     def _read_sleepers(self) -> None:
@@ -242,10 +237,7 @@ class DirtyThrottle(Probe):
         latest = {bdi.name: bdi.id for bdi in sorted(self._bdis.values(), key=lambda bdi: bdi.id)}
         dead = {}
         for bdi in self._bdis.values():
-            if bdi.id == latest[bdi.name] and devices.has_bdi(bdi.name):
-                bdi.gone_since = None
-            elif bdi.gone_since is None:
-                bdi.gone_since = now
-            elif now - bdi.gone_since >= RETENTION_SECONDS:
+            is_there = bdi.id == latest[bdi.name] and devices.has_bdi(bdi.name)
+            if bdi.has_left(is_there, now):
                 dead[bdi.id] = bdi
         return dead
