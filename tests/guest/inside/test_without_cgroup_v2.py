@@ -26,8 +26,9 @@ TOP = Path("/sys/fs/cgroup")
 @pytest.fixture
 def v1() -> None:
     """Unmounts cgroup v2 and mounts blkio and memory as v1, for good."""
-    if os.uname().release.startswith("5.10."):
-        pytest.skip("moving the memory controller to v1 makes 5.10 warn of its own page counters")
+    # What was charged to v2 is uncharged from the root of v1, of which 5.10 and 6.1 may warn:
+    # test_guest.py reads the kernel's log with that in mind from this line on.
+    Path("/dev/kmsg").write_text("tests: memory controller moves to cgroup v1\n")
     (TOP / "cgroup.subtree_control").write_text("-io -memory")
     lab.sh("umount", TOP)
     lab.sh("mount", "-t", "tmpfs", "cgroup", TOP)
