@@ -47,9 +47,10 @@ struct {
 	__type(value, struct cgroup_event);
 } scratch SEC(".maps");
 
-/* The hierarchies whose cgroups own IO and are throttled; a hybrid host has ten others. */
+/* Whose cgroups own IO, are throttled, have memory; a hybrid host has ten others. */
 const volatile __u32 io_hierarchy;
 const volatile __u32 task_hierarchy;
+const volatile __u32 memory_hierarchy;
 
 static __always_inline int send(__u64 *ctx, enum cgroup_event_kind kind)
 {
@@ -58,7 +59,8 @@ static __always_inline int send(__u64 *ctx, enum cgroup_event_kind kind)
 	struct cgroup_event *event;
 	long length;
 
-	if (hierarchy != io_hierarchy && hierarchy != task_hierarchy)
+	if (hierarchy != io_hierarchy && hierarchy != task_hierarchy &&
+	    hierarchy != memory_hierarchy)
 		return 0;
 	event = bpf_map_lookup_elem(&scratch, &zero);
 	if (!event)

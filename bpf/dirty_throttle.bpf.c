@@ -8,7 +8,7 @@
  *
  * See README.md here for keys, values, kernels and cost.
  */
-#include "kernel.h"
+#include "cgroup.h"
 #include "histogram.h"
 
 enum pause_exponents { /* 1 ms .. 1.07 s */
@@ -108,8 +108,6 @@ __u64 last_global_thresh;
 const volatile __u32 hz = 250;
 /* Sleep is measured by sleep_enter and sleep_exit. */
 const volatile bool measured;
-/* Cgroups are those of the v1 memory hierarchy (no v2 hierarchy is mounted). */
-const volatile bool memory_v1;
 
 static const struct throttle no_throttle;
 
@@ -128,22 +126,6 @@ struct throttle_event {
 	__s64 pause;
 	bool memcg;
 };
-
-static __always_inline __u64 current_cgroup(void)
-{
-	struct cgroup_subsys_state *css = NULL, **subsys;
-	struct task_struct *task;
-	struct css_set *cgroups;
-
-	if (!memory_v1)
-		return bpf_get_current_cgroup_id();
-	task = (struct task_struct *)bpf_get_current_task();
-	cgroups = BPF_CORE_READ(task, cgroups);
-	subsys = __builtin_preserve_access_index(&cgroups->subsys[0]);
-	subsys += bpf_core_enum_value(enum cgroup_subsys_id, memory_cgrp_id);
-	bpf_probe_read_kernel(&css, sizeof(css), subsys);
-	return BPF_CORE_READ(css, cgroup, kn, id);
-}
 
 static __always_inline struct bdi *bdi_of(struct backing_dev_info *kernel_bdi)
 {

@@ -43,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         procfs=arguments.procfs,
         sysfs=arguments.sysfs,
         cgroupfs=arguments.cgroupfs,
+        rootfs=arguments.rootfs,
     )
     try:
         if arguments.command == "doctor":
@@ -194,16 +195,22 @@ def _parser() -> argparse.ArgumentParser:
         help="write to this file, atomically, for a textfile collector (default: stdout)",
     )
     collectors = parser.add_argument_group("collectors")
-    for name, probe in COLLECTORS.items():
+    for name, collector in COLLECTORS.items():
         collectors.add_argument(
             f"--collector.{name}",
             dest=name,
             action=argparse.BooleanOptionalAction,
-            default=True,
-            help=(probe.__doc__ or "").splitlines()[0],
+            default=collector.default,
+            help=(collector.__doc__ or "").splitlines()[0]
+            + ("" if collector.default else " (off unless switched on)"),
         )
     paths = parser.add_argument_group("paths")
-    for name, default in (("procfs", "/proc"), ("sysfs", "/sys"), ("cgroupfs", "/sys/fs/cgroup")):
+    for name, default in (
+        ("procfs", "/proc"),
+        ("sysfs", "/sys"),
+        ("cgroupfs", "/sys/fs/cgroup"),
+        ("rootfs", "/"),
+    ):
         paths.add_argument(
             f"--path.{name}",
             dest=name,

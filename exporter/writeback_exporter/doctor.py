@@ -8,15 +8,17 @@ import platform
 from collections.abc import Iterable
 
 from writeback_exporter import __version__
-from writeback_exporter.exporter import Exporter
+from writeback_exporter.exporter import COLLECTORS, Exporter
 from writeback_exporter.features import Feature
 from writeback_exporter.settings import Settings
 
 
 def main_signals(settings: Settings, features: Iterable[Feature]) -> bool:
-    """Whether all that the exporter is run for works: each collector that is switched on."""
+    """Whether all that the exporter is run for works: each main collector that is switched on, or
+    where none of them is each of the others."""
     available = {feature.name for feature in features if feature.available}
-    return bool(settings.collectors) and settings.collectors <= available
+    main = {name for name in settings.collectors if COLLECTORS[name].main}
+    return bool(settings.collectors) and (main or settings.collectors) <= available
 
 
 def examine(settings: Settings) -> int:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exporter without its command line and HTTP: starts the probes, and collects.
+"""The exporter without its command line and HTTP: starts the collectors, and collects.
 
 kernel event -> BPF program -> map -> probe -> names -> Snapshot (-> exposition -> HTTP)
+kernel's file -> reader -> names -> Snapshot
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ import platform
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 from prometheus_client import ProcessCollector
 from prometheus_client.metrics_core import Metric as PrometheusMetric
 
 from writeback_exporter import __version__
+from writeback_exporter.collector import Collector, Host
 from writeback_exporter.features import Feature, Refused
+from writeback_exporter.files.base import Reader
 from writeback_exporter.kernel import libbpf
 from writeback_exporter.kernel.loader import Kernel
 from writeback_exporter.metrics import catalogue
@@ -24,7 +28,7 @@ from writeback_exporter.metrics.exposition import Snapshot, family
 from writeback_exporter.names.attribution import attribution
 from writeback_exporter.names.cgroups import Cgroups, find_hierarchies
 from writeback_exporter.names.devices import Devices
-from writeback_exporter.probes.base import Host, Probe
+from writeback_exporter.probes.base import Probe
 from writeback_exporter.probes.block_io import BlockIo
 from writeback_exporter.probes.cgroup_lifecycle import CgroupLifecycle
 from writeback_exporter.probes.dirty_throttle import DirtyThrottle
@@ -32,28 +36,30 @@ from writeback_exporter.settings import Settings
 
 log = logging.getLogger(__name__)
 
-COLLECTORS: dict[str, type[DirtyThrottle] | type[BlockIo]] = {
-    probe.name: probe for probe in (DirtyThrottle, BlockIo)
-}
+_COLLECTORS: tuple[type[DirtyThrottle | BlockIo], ...] = (
+    DirtyThrottle,
+    BlockIo,
+)
+COLLECTORS = {collector.name: collector for collector in _COLLECTORS}
 """What --collector.NAME switches."""
 
 
 class Exporter:
-    """The probes that run on this host. `start`, then `collect` at each scrape, then `close`."""
+    """The collectors that run on this host. `start`, `collect` at each scrape, then `close`."""
 
     def __init__(self, settings: Settings) -> None:
         """Raises CgroupfsError or BadObject, which no host can be blamed for."""
         self.hierarchies = find_hierarchies(settings.cgroupfs, settings.procfs)
-        self._loaded: list[Feature] = []
+        self._settings = settings
+        self._found: list[Feature] = []
         self.host = Host(Cgroups(self.hierarchies), Devices(settings.sysfs))
         self.lock = threading.Lock()
         self._lifecycle = CgroupLifecycle(self.host.cgroups, self.lock)
-        self._probes: list[Probe] = [
-            probe() for name, probe in COLLECTORS.items() if name in settings.collectors
-        ]
+        collectors = [make() for name, make in COLLECTORS.items() if name in settings.collectors]
+        self._readers = [c for c in collectors if isinstance(c, Reader)]
         # Last: its events then name all that the others have read.
-        self._probes.append(self._lifecycle)
-        self.running: list[Probe] = []
+        self._probes = [*(c for c in collectors if isinstance(c, Probe)), self._lifecycle]
+        self.running: list[Collector] = []
         try:
             self._libbpf_version = libbpf.version()
         except libbpf.LibbpfMissing:
@@ -62,7 +68,7 @@ class Exporter:
     @property
     def features(self) -> list[Feature]:
         """What works here. Controllers of cgroups may be switched on at any time."""
-        return attribution(self.hierarchies) + self._loaded
+        return attribution(self.hierarchies) + self._found
 
     def start(self) -> None:
         """Loads and attaches what this host allows; `features` then says what that is."""
@@ -71,54 +77,57 @@ class Exporter:
                 log.warning("%s: %s; %s", feature.name, feature.detail, feature.remedy)
         with self.lock:
             self._load()
-            if self.running:
-                self.host.cgroups.walk(time.monotonic())
+            self.host.cgroups.walk(time.monotonic())
+        for reader in self._readers:
+            self._start(reader, partial(reader.open, self._settings, self.host, self.lock))
 
     def _load(self) -> None:
         try:
             kernel = Kernel()
         except Refused as refusal:
-            self._loaded += [Feature.refused(probe.name, refusal) for probe in self._probes]
+            self._found += [Feature.refused(probe.name, refusal) for probe in self._probes]
             log.error("no BPF: %s", refusal)
+            self.running.append(self._lifecycle)
             return
         try:
             # The last one first: a cgroup that is made during the walk is learnt from its event.
             for probe in reversed(self._probes):
-                self._start(probe, kernel)
+                self._start(probe, partial(probe.load, kernel, self.hierarchies))
         finally:
             kernel.close()
 
-    def _start(self, probe: Probe, kernel: Kernel) -> None:
+    def _start(self, collector: Collector, begin: Callable[[], list[Feature]]) -> None:
         try:
-            more = probe.load(kernel, self.hierarchies)
+            more = begin()
         except Refused as refusal:
-            log.error("%s is not available: %s", probe.name, refusal)
-            self._loaded.append(Feature.refused(probe.name, refusal))
-            if probe is not self._lifecycle:  # which then walks the tree at each scrape
+            level = logging.ERROR if collector.main else logging.WARNING
+            log.log(level, "%s is not available: %s", collector.name, refusal)
+            self._found.append(Feature.refused(collector.name, refusal))
+            if collector is not self._lifecycle:  # which then walks the tree at each scrape
                 return
         else:
-            self._loaded += [Feature(probe.name, True), *more]
+            self._found += [Feature(collector.name, True), *more]
             for feature in more:
                 if not feature.available:
                     log.info("%s is not available: %s", feature.name, feature.detail)
-        self.running.insert(0, probe)
+        self.running.insert(0, collector)
 
     def collect(self) -> Snapshot:
-        """All that is known now. A probe that fails is left out, and a metric says so."""
+        """All that is known now. A collector that fails is left out, and a metric says so."""
         snapshot = Snapshot()
         with self.lock:
-            runs = [_Run(probe) for probe in self.running]
+            runs = [_Run(collector) for collector in self.running]
             # All maps first, the events of cgroups last: each id in a map has its name by then.
             for run in runs:
-                run.attempt(run.probe.read)
+                run.attempt(run.collector.read)
             for run in runs:
-                run.attempt(run.probe.fill, run.snapshot, self.host)
+                run.attempt(run.collector.fill, run.snapshot, self.host)
             now = time.monotonic()
             gone = self.host.cgroups.expired(now)
             if any(run.error for run in runs):
                 gone.clear()  # all forget together, or rows of one would lose their name
             for run in runs:
-                run.attempt(run.probe.forget, gone, self.host, now)
+                run.attempt(run.collector.forget, gone, self.host, now)
                 run.attempt(run.inspect)
         for run in runs:
             if run.error is None:
@@ -131,9 +140,10 @@ class Exporter:
         """Detaches and unloads all. Waits for a collection that is under way."""
         self._lifecycle.stop_following()
         with self.lock:
-            for probe in self.running:
-                probe.close()
+            running = self.running.copy()
             self.running.clear()
+        for collector in running:  # without the lock, for which a thread of theirs may wait
+            collector.close()
 
     def _about_self(self) -> list[PrometheusMetric]:
         process = ProcessCollector(registry=None)
@@ -149,10 +159,11 @@ class Exporter:
 
 
 class _Run:
-    """One probe in one collection."""
+    """One collector in one collection."""
 
-    def __init__(self, probe: Probe) -> None:
-        self.probe = probe
+    def __init__(self, collector: Collector) -> None:
+        self.collector = collector
+        self.probe = collector if isinstance(collector, Probe) and collector.bpf else None
         self.snapshot = Snapshot()
         self.seconds = 0.0
         self.error: Exception | None = None
@@ -167,13 +178,13 @@ class _Run:
             step(*arguments)
         except Exception as error:  # whatever it is, the other collectors go on
             self.error = error
-            log.error("collector %s failed: %s", self.probe.name, error)
+            log.error("collector %s failed: %s", self.collector.name, error)
             log.debug("its traceback", exc_info=True)
         self.seconds += time.perf_counter() - begin
 
     def inspect(self) -> None:
         """How its maps and programs are."""
-        if self.probe.bpf:
+        if self.probe:
             self.drops = self.probe.drops()
             self.programs = {
                 f"{self.probe.name}/{program.name}": program.runs()
@@ -185,17 +196,18 @@ def _about_collectors(runs: list[_Run]) -> list[PrometheusMetric]:
     return [
         family(
             catalogue.EXPORTER_COLLECTOR_DURATION_SECONDS,
-            (((run.probe.name,), run.seconds) for run in runs),
+            (((run.collector.name,), run.seconds) for run in runs),
         ),
         family(
             catalogue.EXPORTER_COLLECTOR_SUCCESS,
-            (((run.probe.name,), float(run.error is None)) for run in runs),
+            (((run.collector.name,), float(run.error is None)) for run in runs),
         ),
     ]
 
 
 def _about_maps(runs: list[_Run]) -> list[PrometheusMetric]:
-    use = {m: use for run in runs for m, use in run.probe.use.items() if run.error is None}
+    probes = [run.probe for run in runs if run.probe and run.error is None]
+    use = {m: use for probe in probes for m, use in probe.use.items()}
     drops = {m: count for run in runs for m, count in run.drops.items()}
     programs = {p: counts for run in runs for p, counts in run.programs.items()}
     return [

@@ -22,6 +22,7 @@ class Settings:
     procfs: str
     sysfs: str
     cgroupfs: str
+    rootfs: str = "/"
 
 
 def duration(text: str) -> float:

@@ -27,6 +27,7 @@ from writeback_exporter.kernel.loader import OBJECTS, Kernel
 from writeback_exporter.metrics.exposition import negotiate, render
 from writeback_exporter.names import cgroups
 from writeback_exporter.probes import base
+from writeback_exporter.probes.block_io import BlockIo
 from writeback_exporter.settings import Settings
 
 
@@ -193,7 +194,7 @@ def test_requests_whose_slots_collide(two_slots: None, tmp_path: Path, witness: 
                     assert writer.returncode == 0
                 truth = [disk.stats() - stats for disk, stats in zip(disks, before, strict=True)]
                 seen = scrape(exporter)
-                (probe,) = (p for p in exporter.running if p.name == "block_io")
+                (probe,) = (p for p in exporter.running if isinstance(p, BlockIo))
                 assert probe.bpf
                 slots, spilled = (
                     probe.bpf.maps[name].dump() for name in ("requests", "requests_spilled")
@@ -239,7 +240,7 @@ def test_full_request_map_is_counted_as_dropped(small: dict[str, int], plugged: 
 
 def test_a_failed_collector_does_not_fail_the_scrape() -> None:
     with exporter_in_process() as exporter:
-        (probe,) = (p for p in exporter.running if p.name == "block_io")
+        (probe,) = (p for p in exporter.running if isinstance(p, BlockIo))
         assert probe.bpf
         # Its maps are gone under it, as after a bug of ours.
         probe.bpf.close()
@@ -287,7 +288,7 @@ def test_series_leave_with_their_cgroup(
         return scrape(exporter).sum("block_io_size_bytes_count", cgroup=f"/{name}")
 
     def has_entry(exporter: Exporter, cgroup: int) -> bool:
-        (probe,) = (p for p in exporter.running if p.name == "block_io")
+        (probe,) = (p for p in exporter.running if isinstance(p, BlockIo))
         assert probe.bpf
         keys, _ = probe.bpf.maps["block_io"].dump()
         return any(owner == cgroup for owner, _ in struct.iter_unpack("=QQ", keys))

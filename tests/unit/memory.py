@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from writeback_exporter.collector import Host
 from writeback_exporter.kernel.layout import Layout
 from writeback_exporter.metrics.exposition import Snapshot
 from writeback_exporter.names.cgroups import (
@@ -19,7 +20,7 @@ from writeback_exporter.names.cgroups import (
     Hierarchy,
 )
 from writeback_exporter.names.devices import Devices
-from writeback_exporter.probes.base import Host, Probe
+from writeback_exporter.probes.base import Probe
 
 Values = Mapping[str, int | bytes | list[int]]
 

@@ -122,7 +122,7 @@ def test_help(metric: Metric) -> None:
 @each
 def test_help_names_metrics_that_there_are(metric: Metric) -> None:
     names = {m.name for m in ALL}
-    assert set(re.findall(rf"{PREFIX}\w+", metric.help)) <= names
+    assert set(re.findall(rf"\b{PREFIX}\w+", metric.help)) <= names
 
 
 @each

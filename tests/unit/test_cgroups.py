@@ -99,12 +99,16 @@ def test_hybrid(tmp_path: Path) -> None:
     (top / "cpu").symlink_to("cpu,cpuacct")
     tree(top / "unified", "b", v2=True)
     found = find_hierarchies(str(top), procfs(tmp_path, V1 + V2))
-    assert found == Hierarchies(Hierarchy(7, f"{top}/blkio"), Hierarchy(0, f"{top}/unified"))
+    memory = Hierarchy(4, f"{top}/memory")
+    v2 = Hierarchy(0, f"{top}/unified")
+    assert found == Hierarchies(Hierarchy(7, f"{top}/blkio"), v2, memory)
+    assert found.v2 == v2
     assert not found.memory_v1
     cgroups = walked(found)
     assert names(cgroups, found.io) == {"/": "/", "/a": "/a"}
     assert names(cgroups, found.task) == {"/": "/", "/b": "/b"}
-    assert cgroups.counts == (4, 0)
+    assert names(cgroups, memory) == {"/": "/", "/a": "/a"}
+    assert cgroups.counts == (6, 0)
 
 
 def test_hybrid_whose_io_controller_is_in_v2(tmp_path: Path) -> None:
@@ -112,7 +116,8 @@ def test_hybrid_whose_io_controller_is_in_v2(tmp_path: Path) -> None:
     tree(top / "memory")
     tree(top / "unified", v2=True)
     found = find_hierarchies(str(top), procfs(tmp_path, "4:memory:/\n0::/\n"))
-    assert found == only(Hierarchy(0, f"{top}/unified"))
+    v2 = Hierarchy(0, f"{top}/unified")
+    assert found == Hierarchies(v2, v2, Hierarchy(4, f"{top}/memory"))
 
 
 def test_v1(tmp_path: Path) -> None:
@@ -120,8 +125,10 @@ def test_v1(tmp_path: Path) -> None:
     for controller in ("blkio", "cpu,cpuacct", "memory", "systemd"):
         tree(top / controller)
     found = find_hierarchies(str(top), procfs(tmp_path, V1))
-    assert found == Hierarchies(Hierarchy(7, f"{top}/blkio"), Hierarchy(4, f"{top}/memory"))
+    memory = Hierarchy(4, f"{top}/memory")
+    assert found == Hierarchies(Hierarchy(7, f"{top}/blkio"), memory, memory)
     assert found.memory_v1
+    assert found.v2 is None
 
 
 @pytest.mark.parametrize("links", [False, True])

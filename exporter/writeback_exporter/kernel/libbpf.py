@@ -496,7 +496,7 @@ class KernelBtf:
     Through libbpf: reading its 100,000 types in Python would take seconds.
     """
 
-    _KIND_ENUM, _KIND_TYPEDEF = 6, 8
+    _KIND_ENUM, _KIND_TYPEDEF, _KIND_FUNC = 6, 8, 12
 
     def __init__(self, path: str | None = None) -> None:
         _pending().clear()
@@ -518,18 +518,26 @@ class KernelBtf:
         prototype = self._info(self._target(self._target(type_id)))
         return (prototype & 0xFFFF) - 1
 
+    def has_function(self, name: str) -> bool:
+        """Whether there is a function of that name."""
+        return self._find(name, self._KIND_FUNC) is not None
+
     def enum_value(self, enum: str, member: str) -> int | None:
         """The number of a member; None where the kernel does not have that enum or member."""
-        type_id = self._find(enum, self._KIND_ENUM)
+        return self.enum(enum).get(member)
+
+    def enum(self, name: str) -> dict[str, int]:
+        """Members and their numbers; empty where the kernel does not have that enum."""
+        type_id = self._find(name, self._KIND_ENUM)
         if type_id is None:
-            return None
+            return {}
         first = _lib.btf__type_by_id(self._pointer, type_id) + 12  # behind struct btf_type
+        members = {}
         for i in range(self._info(type_id) & 0xFFFF):
-            name, value = struct.unpack("=Ii", C.string_at(first + 8 * i, 8))
-            text: bytes = _lib.btf__name_by_offset(self._pointer, name)  # type: ignore[assignment]
-            if text.decode() == member:
-                return int(value)
-        return None
+            offset, value = struct.unpack("=Ii", C.string_at(first + 8 * i, 8))
+            text: bytes = _lib.btf__name_by_offset(self._pointer, offset)  # type: ignore[assignment]
+            members[text.decode()] = int(value)
+        return members
 
     def close(self) -> None:
         _lib.btf__free(self._pointer)

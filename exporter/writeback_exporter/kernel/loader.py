@@ -81,6 +81,11 @@ class Kernel:
             )
         return arity
 
+    def has_function(self, name: str) -> bool:
+        """Whether BTF knows a kernel function of that name: one that fentry can be attached to if
+        the kernel allows it, and that was not inlined everywhere."""
+        return self.btf.has_function(name)
+
     def has_cmpxchg(self) -> bool:
         """Whether BPF has the atomic compare-and-exchange instruction (5.12 on x86-64)."""
         try:

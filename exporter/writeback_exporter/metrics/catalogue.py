@@ -71,6 +71,14 @@ _IO_LATENCY = (14, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 30, 33)
 # and the task may wait for a CPU.
 _PAUSE = (20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30)
 _SIZE = (9, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 27, 30)
+# 16 us to 68 s: a wait that io.max imposes grows with its queue.
+_LIMIT = (14, 16, 18, 20, 21, 22, 23, 24, 25, 26, 27, 28, 30, 32, 34, 36)
+# 1 ms to 18 min: NCCL gives up after 10.
+_WORK = (20, 22, 24, 25, 26, 27, 28, 29, 30, 31, 32, 33, 34, 36, 38, 40)
+# 65 us to 137 s: the kernel calls a task hung after 120.
+_WAIT = (16, 18, 20, 21, 22, 23, 24, 25, 26, 27, 28, 30, 32, 34, 36, 37)
+# 65 us to 9 min.
+_SYNC = (16, 18, 20, 21, 22, 23, 24, 25, 26, 27, 28, 30, 32, 34, 37, 39)
 _DEPTH = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10)
 
 # Dirty throttling -------------------------------------------------------------------------------
@@ -192,6 +200,566 @@ BLOCK_IO_ERRORS = _metric(
     "Completions with an error, by the block layer's status.",
     ("cgroup", "device", "op", "error"),
 )
+BLOCK_IO_LIMIT_SECONDS = _metric(
+    "block_io_limit_seconds",
+    Kind.HISTOGRAM,
+    "Time that IO of the cgroup was held back by a limit before it became a request: max "
+    "(io.max or blkio.throttle) or qos (iocost, iolatency, wbt). Only IO that was held is "
+    "observed.",
+    ("cgroup", "device", "limit"),
+    "seconds",
+    _LIMIT,
+    NANOSECONDS,
+)
+
+# Flusher work -------------------------------------------------------------------------------------
+
+WORK_SECONDS = _metric(
+    "work_seconds",
+    Kind.HISTOGRAM,
+    "Duration of a piece of writeback work, by BDI and by why it was done: from when it was "
+    "queued, or where the flusher began by itself from its begin, to its end.",
+    ("bdi", "reason"),
+    "seconds",
+    _WORK,
+    NANOSECONDS,
+)
+WORK_BYTES = _metric(
+    "work_bytes",
+    Kind.COUNTER,
+    "Bytes that writeback work wrote, by BDI and by why it was done.",
+    ("bdi", "reason"),
+    "bytes",
+)
+WORK_OLDEST_SECONDS = _metric(
+    "work_oldest_seconds",
+    Kind.GAUGE,
+    "Age of the oldest writeback work that is queued or being done now; 0 where there is none.",
+    ("bdi", "reason"),
+    "seconds",
+)
+PAGE_WAIT_SECONDS = _metric(
+    "page_wait_seconds",
+    Kind.HISTOGRAM,
+    "Time tasks of the cgroup waited for pages that were under writeback, one observation a wait.",
+    ("cgroup",),
+    "seconds",
+    _WAIT,
+    NANOSECONDS,
+)
+PAGE_DIRTIED_BYTES = _metric(
+    "page_dirtied_bytes",
+    Kind.COUNTER,
+    "Page cache that tasks of the cgroup made dirty.",
+    ("cgroup",),
+    "bytes",
+)
+PAGE_WRITTEN_BYTES = _metric(
+    "page_written_bytes",
+    Kind.COUNTER,
+    "Page cache that was written back of inodes that the cgroup owns.",
+    ("cgroup",),
+    "bytes",
+)
+
+# Sync calls ---------------------------------------------------------------------------------------
+
+SYNC_SECONDS = _metric(
+    "sync_seconds",
+    Kind.HISTOGRAM,
+    "Duration of system calls by which tasks of the cgroup waited for their data: fsync, "
+    "fdatasync, sync, syncfs, msync, sync_file_range.",
+    ("cgroup", "call"),
+    "seconds",
+    _SYNC,
+    NANOSECONDS,
+)
+SYNC_OPEN_SECONDS = _metric(
+    "sync_open_seconds",
+    Kind.GAUGE,
+    "Age of the oldest such call that has not returned; 0 where there is none.",
+    ("cgroup", "call"),
+    "seconds",
+)
+SYNC_ERRORS = _metric(
+    "sync_errors",
+    Kind.COUNTER,
+    "Such calls that returned an error.",
+    ("cgroup", "call"),
+)
+
+# Pressure -----------------------------------------------------------------------------------------
+
+PRESSURE_WAITING_SECONDS = _metric(
+    "pressure_waiting_seconds",
+    Kind.COUNTER,
+    "Time in which some task of the cgroup waited for the resource (PSI some). Cgroup / is "
+    "the whole host.",
+    ("cgroup", "resource"),
+    "seconds",
+)
+PRESSURE_STALLED_SECONDS = _metric(
+    "pressure_stalled_seconds",
+    Kind.COUNTER,
+    "Time in which all tasks of the cgroup that had work waited for the resource at once (PSI "
+    "full). Cgroup / is the whole host.",
+    ("cgroup", "resource"),
+    "seconds",
+)
+PRESSURE_EVENTS = _metric(
+    "pressure_events",
+    Kind.COUNTER,
+    "Firings of a PSI trigger: within the window tasks waited (kind some) or all were stalled "
+    "(kind full) for the threshold or longer. At most one a window.",
+    ("cgroup", "resource", "kind", "threshold"),
+)
+MEMORY_STALL_SECONDS = _metric(
+    "memory_stall_seconds",
+    Kind.HISTOGRAM,
+    "Time tasks of the cgroup were stalled for memory (reclaim, refault, swap-in), one "
+    "observation a stall.",
+    ("cgroup",),
+    "seconds",
+    _WAIT,
+    NANOSECONDS,
+)
+
+# The host's memory --------------------------------------------------------------------------------
+
+HOST_DIRTY_BYTES = _metric(
+    "host_dirty_bytes",
+    Kind.GAUGE,
+    "Dirty page cache.",
+    (),
+    "bytes",
+)
+HOST_WRITEBACK_BYTES = _metric(
+    "host_writeback_bytes",
+    Kind.GAUGE,
+    "Page cache under writeback.",
+    (),
+    "bytes",
+)
+HOST_DIRTY_THRESHOLD_BYTES = _metric(
+    "host_dirty_threshold_bytes",
+    Kind.GAUGE,
+    "Dirty memory at which writers are throttled to the speed of the disk, as the kernel "
+    "calculates it now.",
+    (),
+    "bytes",
+)
+HOST_DIRTY_BACKGROUND_THRESHOLD_BYTES = _metric(
+    "host_dirty_background_threshold_bytes",
+    Kind.GAUGE,
+    "Dirty memory at which the flusher begins, as the kernel calculates it now.",
+    (),
+    "bytes",
+)
+HOST_DIRTY_FREERUN_BYTES = _metric(
+    "host_dirty_freerun_bytes",
+    Kind.GAUGE,
+    "Dirty memory below which no writer is throttled: the mean of the two thresholds.",
+    (),
+    "bytes",
+)
+HOST_DIRTIED_BYTES = _metric(
+    "host_dirtied_bytes",
+    Kind.COUNTER,
+    "Page cache made dirty.",
+    (),
+    "bytes",
+)
+HOST_WRITTEN_BYTES = _metric(
+    "host_written_bytes",
+    Kind.COUNTER,
+    "Page cache written back.",
+    (),
+    "bytes",
+)
+HOST_THROTTLED_WRITTEN_BYTES = _metric(
+    "host_throttled_written_bytes",
+    Kind.COUNTER,
+    "Page cache written back by reclaim, which waited for it (since 5.16).",
+    (),
+    "bytes",
+)
+HOST_PAGE_IN_BYTES = _metric(
+    "host_page_in_bytes",
+    Kind.COUNTER,
+    "Read from disks by the page cache and by swap-in.",
+    (),
+    "bytes",
+)
+HOST_PAGE_OUT_BYTES = _metric(
+    "host_page_out_bytes",
+    Kind.COUNTER,
+    "Written to disks by the page cache and by swap-out.",
+    (),
+    "bytes",
+)
+HOST_SWAP_IN_BYTES = _metric(
+    "host_swap_in_bytes",
+    Kind.COUNTER,
+    "Read from swap.",
+    (),
+    "bytes",
+)
+HOST_SWAP_OUT_BYTES = _metric(
+    "host_swap_out_bytes",
+    Kind.COUNTER,
+    "Written to swap.",
+    (),
+    "bytes",
+)
+HOST_RECLAIMED_BYTES = _metric(
+    "host_reclaimed_bytes",
+    Kind.COUNTER,
+    "Memory reclaimed, by whom: kswapd, direct (the task that wanted memory), khugepaged or "
+    "proactive.",
+    ("by",),
+    "bytes",
+)
+HOST_ALLOCATION_STALLS = _metric(
+    "host_allocation_stalls",
+    Kind.COUNTER,
+    "Allocations that had to reclaim memory themselves, by zone.",
+    ("zone",),
+)
+HOST_DIRTY_RATIO = _metric(
+    "host_dirty_ratio",
+    Kind.GAUGE,
+    "Setting vm.dirty_ratio, a share of available memory; 0 where vm.dirty_bytes rules.",
+    (),
+    "ratio",
+)
+HOST_DIRTY_BACKGROUND_RATIO = _metric(
+    "host_dirty_background_ratio",
+    Kind.GAUGE,
+    "Setting vm.dirty_background_ratio, a share of available memory; 0 where "
+    "vm.dirty_background_bytes rules.",
+    (),
+    "ratio",
+)
+HOST_DIRTY_LIMIT_BYTES = _metric(
+    "host_dirty_limit_bytes",
+    Kind.GAUGE,
+    "Setting vm.dirty_bytes; 0 where vm.dirty_ratio rules.",
+    (),
+    "bytes",
+)
+HOST_DIRTY_BACKGROUND_LIMIT_BYTES = _metric(
+    "host_dirty_background_limit_bytes",
+    Kind.GAUGE,
+    "Setting vm.dirty_background_bytes; 0 where vm.dirty_background_ratio rules.",
+    (),
+    "bytes",
+)
+HOST_DIRTY_EXPIRE_SECONDS = _metric(
+    "host_dirty_expire_seconds",
+    Kind.GAUGE,
+    "Setting vm.dirty_expire_centisecs: age at which dirty pages are written.",
+    (),
+    "seconds",
+)
+HOST_DIRTY_WRITEBACK_INTERVAL_SECONDS = _metric(
+    "host_dirty_writeback_interval_seconds",
+    Kind.GAUGE,
+    "Setting vm.dirty_writeback_centisecs: how often the flusher looks for old dirty pages; 0 "
+    "where it does not.",
+    (),
+    "seconds",
+)
+
+# BDIs ---------------------------------------------------------------------------------------------
+
+BDI_MIN_RATIO = _metric(
+    "bdi_min_ratio",
+    Kind.GAUGE,
+    "Share of the dirty limit that the BDI is given at least.",
+    ("bdi",),
+    "ratio",
+)
+BDI_MAX_RATIO = _metric(
+    "bdi_max_ratio",
+    Kind.GAUGE,
+    "Share of the dirty limit that the BDI is given at most.",
+    ("bdi",),
+    "ratio",
+)
+BDI_MAX_BYTES = _metric(
+    "bdi_max_bytes",
+    Kind.GAUGE,
+    "Dirty memory that the BDI is given at most (since 6.2).",
+    ("bdi",),
+    "bytes",
+)
+BDI_MIN_BYTES = _metric(
+    "bdi_min_bytes",
+    Kind.GAUGE,
+    "Dirty memory that the BDI is given at least (since 6.2).",
+    ("bdi",),
+    "bytes",
+)
+BDI_STRICT_LIMIT = _metric(
+    "bdi_strict_limit",
+    Kind.GAUGE,
+    "1 where the BDI's own limits throttle below the global freerun point (since 6.2).",
+    ("bdi",),
+)
+BDI_READ_AHEAD_BYTES = _metric(
+    "bdi_read_ahead_bytes",
+    Kind.GAUGE,
+    "Read-ahead of the BDI.",
+    ("bdi",),
+    "bytes",
+)
+WB_RECLAIMABLE_BYTES = _metric(
+    "wb_reclaimable_bytes",
+    Kind.GAUGE,
+    "Dirty memory, not yet under writeback, of the cgroup's inodes on the BDI. From debugfs.",
+    ("bdi", "cgroup"),
+    "bytes",
+)
+WB_WRITEBACK_BYTES = _metric(
+    "wb_writeback_bytes",
+    Kind.GAUGE,
+    "Memory under writeback of the cgroup's inodes on the BDI. From debugfs.",
+    ("bdi", "cgroup"),
+    "bytes",
+)
+WB_DIRTY_THRESHOLD_BYTES = _metric(
+    "wb_dirty_threshold_bytes",
+    Kind.GAUGE,
+    "Dirty limit of the cgroup on the BDI. From debugfs.",
+    ("bdi", "cgroup"),
+    "bytes",
+)
+WB_DIRTIED_BYTES = _metric(
+    "wb_dirtied_bytes",
+    Kind.COUNTER,
+    "Page cache of the cgroup's inodes on the BDI made dirty. From debugfs.",
+    ("bdi", "cgroup"),
+    "bytes",
+)
+WB_WRITTEN_BYTES = _metric(
+    "wb_written_bytes",
+    Kind.COUNTER,
+    "Page cache of the cgroup's inodes on the BDI written back. From debugfs.",
+    ("bdi", "cgroup"),
+    "bytes",
+)
+WB_WRITE_BANDWIDTH_BYTES = _metric(
+    "wb_write_bandwidth_bytes",
+    Kind.GAUGE,
+    "Bytes per second written back for the cgroup on the BDI, the kernel's smoothed estimate. "
+    "From debugfs.",
+    ("bdi", "cgroup"),
+    "bytes",
+)
+
+# Cgroups ------------------------------------------------------------------------------------------
+
+CGROUP_DIRTY_BYTES = _metric(
+    "cgroup_dirty_bytes",
+    Kind.GAUGE,
+    "Dirty page cache charged to the cgroup and those below it.",
+    ("cgroup",),
+    "bytes",
+)
+CGROUP_WRITEBACK_BYTES = _metric(
+    "cgroup_writeback_bytes",
+    Kind.GAUGE,
+    "Page cache under writeback charged to the cgroup and those below it.",
+    ("cgroup",),
+    "bytes",
+)
+CGROUP_MEMORY_BYTES = _metric(
+    "cgroup_memory_bytes",
+    Kind.GAUGE,
+    "Memory charged to the cgroup and those below it.",
+    ("cgroup",),
+    "bytes",
+)
+CGROUP_MEMORY_LIMIT_BYTES = _metric(
+    "cgroup_memory_limit_bytes",
+    Kind.GAUGE,
+    "Memory limit of the cgroup: max (beyond it the OOM killer comes) or high (beyond it "
+    "tasks are slowed); absent where there is none.",
+    ("cgroup", "limit"),
+    "bytes",
+)
+CGROUP_MEMORY_EVENTS = _metric(
+    "cgroup_memory_events",
+    Kind.COUNTER,
+    "Times that the cgroup or one below it met a limit of its memory: low, high, max, oom, "
+    "oom_kill and so on.",
+    ("cgroup", "event"),
+)
+CGROUP_IO_BYTES = _metric(
+    "cgroup_io_bytes",
+    Kind.COUNTER,
+    "Bytes of block IO of the cgroup and those below it, counted by the kernel.",
+    ("cgroup", "device", "op"),
+    "bytes",
+)
+CGROUP_IO_OPERATIONS = _metric(
+    "cgroup_io_operations",
+    Kind.COUNTER,
+    "Block IO operations of the cgroup and those below it, counted by the kernel.",
+    ("cgroup", "device", "op"),
+)
+CGROUP_IO_MAX_BYTES = _metric(
+    "cgroup_io_max_bytes",
+    Kind.GAUGE,
+    "Bytes per second that io.max (v1: blkio.throttle) allows the cgroup; absent where there "
+    "is no limit.",
+    ("cgroup", "device", "op"),
+    "bytes",
+)
+CGROUP_IO_MAX_OPERATIONS = _metric(
+    "cgroup_io_max_operations",
+    Kind.GAUGE,
+    "Operations per second that io.max (v1: blkio.throttle) allows the cgroup; absent where "
+    "there is no limit.",
+    ("cgroup", "device", "op"),
+)
+CGROUP_IO_WEIGHT = _metric(
+    "cgroup_io_weight",
+    Kind.GAUGE,
+    "Weight of the cgroup's IO among its siblings; device is default where no device has one "
+    "of its own.",
+    ("cgroup", "device"),
+)
+CGROUP_IO_LATENCY_TARGET_SECONDS = _metric(
+    "cgroup_io_latency_target_seconds",
+    Kind.GAUGE,
+    "Latency that io.latency promises the cgroup.",
+    ("cgroup", "device"),
+    "seconds",
+)
+IOCOST_VRATE_RATIO = _metric(
+    "iocost_vrate_ratio",
+    Kind.GAUGE,
+    "How fast iocost lets its virtual time run: below 1 it holds the device back to meet its "
+    "latency target.",
+    ("device",),
+    "ratio",
+)
+IOCOST_USAGE_SECONDS = _metric(
+    "iocost_usage_seconds",
+    Kind.COUNTER,
+    "Device time that iocost charged to the cgroup and those below it.",
+    ("cgroup", "device"),
+    "seconds",
+)
+IOCOST_WAIT_SECONDS = _metric(
+    "iocost_wait_seconds",
+    Kind.COUNTER,
+    "Time that IO of the cgroup waited for iocost (where blk_cgroup.blkcg_debug_stats is set).",
+    ("cgroup", "device"),
+    "seconds",
+)
+IOCOST_ENABLED = _metric(
+    "iocost_enabled",
+    Kind.GAUGE,
+    "1 where iocost controls the device.",
+    ("device",),
+)
+IOCOST_QOS_LATENCY_SECONDS = _metric(
+    "iocost_qos_latency_seconds",
+    Kind.GAUGE,
+    "Latency beyond which iocost slows a device down, by op.",
+    ("device", "op"),
+    "seconds",
+)
+IOCOST_QOS_RATIO = _metric(
+    "iocost_qos_ratio",
+    Kind.GAUGE,
+    "Settings of io.cost.qos: rpct and wpct, the shares of requests that must keep the "
+    "latency; min and max, the bounds of vrate.",
+    ("device", "parameter"),
+    "ratio",
+)
+IOCOST_MODEL_BYTES = _metric(
+    "iocost_model_bytes",
+    Kind.GAUGE,
+    "Bytes per second that iocost's model believes the device to do.",
+    ("device", "op"),
+    "bytes",
+)
+IOCOST_MODEL_OPERATIONS = _metric(
+    "iocost_model_operations",
+    Kind.GAUGE,
+    "Operations per second that iocost's model believes the device to do, by pattern: "
+    "sequential or random.",
+    ("device", "op", "pattern"),
+)
+
+# io_uring -----------------------------------------------------------------------------------------
+
+IO_URING_SQ_SECONDS = _metric(
+    "io_uring_sq_seconds",
+    Kind.COUNTER,
+    "Time that SQPOLL threads of the cgroup's processes ran.",
+    ("cgroup",),
+    "seconds",
+)
+IO_URING_SQ_BUSY_SECONDS = _metric(
+    "io_uring_sq_busy_seconds",
+    Kind.COUNTER,
+    "Time that SQPOLL threads of the cgroup's processes had work.",
+    ("cgroup",),
+    "seconds",
+)
+
+# Who is who ---------------------------------------------------------------------------------------
+
+CGROUP_INFO = _metric(
+    "cgroup_info",
+    Kind.GAUGE,
+    "Who the cgroup is, as its path and the files of its runtime tell. What is not known is "
+    "an empty label.",
+    (
+        "cgroup",
+        "runtime",
+        "container_id",
+        "container",
+        "pod",
+        "namespace",
+        "pod_uid",
+        "qos_class",
+        "slice",
+        "unit",
+        "user",
+        "slurm_job",
+        "slurm_step",
+    ),
+)
+DEVICE_INFO = _metric(
+    "device_info",
+    Kind.GAUGE,
+    "What the device is: its number, kind, what it lies on (parents) and what lies on it "
+    "(holders), the disk that it is part of or a path to, file system and mount point.",
+    (
+        "device",
+        "dev",
+        "kind",
+        "name",
+        "disk",
+        "parents",
+        "holders",
+        "fstype",
+        "mountpoint",
+        "rotational",
+        "scheduler",
+    ),
+)
+BDI_INFO = _metric(
+    "bdi_info",
+    Kind.GAUGE,
+    "What writes back through the BDI: a disk, or a file system without one, as NFS or FUSE.",
+    ("bdi", "device", "fstype", "mountpoint"),
+)
 
 # The exporter itself ----------------------------------------------------------------------------
 
@@ -262,4 +830,15 @@ EXPORTER_CGROUPS = _metric(
     Kind.GAUGE,
     "Cgroups whose name is known, by state: live, or exited and kept until scraped.",
     ("state",),
+)
+EXPORTER_SERIES = _metric(
+    "exporter_series",
+    Kind.GAUGE,
+    "Series in the scrape before this one.",
+)
+EXPORTER_COLLAPSED_CGROUPS = _metric(
+    "exporter_collapsed_cgroups",
+    Kind.GAUGE,
+    "Cgroups that are exported as other: by a rule, beyond the limit, or without a name.",
+    ("reason",),
 )

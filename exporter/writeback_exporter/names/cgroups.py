@@ -20,6 +20,9 @@ UNATTRIBUTED = "unattributed"
 OTHER = "other"
 """Label of what is collapsed: cgroups beyond a map's capacity, or whose name is not known."""
 
+OTHER_ID = (1 << 64) - 1
+"""Under this id the BPF programs count for whom their maps have no room (bpf/cgroup.h)."""
+
 RETENTION_SECONDS = 120.0
 """How long a released cgroup is exported at least: two scrapes at the usual longest interval, so
 that each of several Prometheus servers sees its last samples."""
@@ -51,14 +54,21 @@ class Hierarchy:
 
 @dataclass(frozen=True, slots=True)
 class Hierarchies:
-    """Where this host's cgroups are: `io` owns block IO, `task` names the throttled task."""
+    """Where this host's cgroups are: `io` owns block IO, `task` names the throttled task, `memory`
+    has the memory controller, if any has."""
 
     io: Hierarchy
     task: Hierarchy
+    memory: Hierarchy | None = None
 
     @property
     def all(self) -> set[Hierarchy]:
-        return {self.io, self.task}
+        return {self.io, self.task} | ({self.memory} if self.memory else set())
+
+    @property
+    def v2(self) -> Hierarchy | None:
+        """The v2 hierarchy, alone or beside others; only v2 has pressure files."""
+        return self.task if self.task.id == 0 else None
 
     @property
     def memory_v1(self) -> bool:
@@ -77,7 +87,8 @@ def find_hierarchies(cgroupfs: str, procfs: str) -> Hierarchies:
     try:
         if (root / "cgroup.controllers").exists():
             v2 = Hierarchy(0, str(root))
-            return Hierarchies(v2, v2)
+            has_memory = "memory" in (root / "cgroup.controllers").read_text().split()
+            return Hierarchies(v2, v2, v2 if has_memory else None)
         mounts = {entry.name: str(entry) for entry in sorted(root.iterdir()) if entry.is_dir()}
     except OSError as error:
         raise CgroupfsError(
@@ -103,7 +114,17 @@ def find_hierarchies(cgroupfs: str, procfs: str) -> Hierarchies:
             f"{cgroupfs} is no cgroup file system (neither cgroup.controllers, nor unified, nor "
             "blkio and memory are in it); say where it is with --path.cgroupfs"
         )
-    return Hierarchies(io, task)
+    memory = v1("memory")
+    if v2_beside and not memory and "memory" in _controllers(v2_beside):
+        memory = v2_beside
+    return Hierarchies(io, task, memory)
+
+
+def _controllers(hierarchy: Hierarchy) -> set[str]:
+    try:
+        return set(Path(hierarchy.mount, "cgroup.controllers").read_text().split())
+    except OSError:
+        return set()
 
 
 def _hierarchy_numbers(procfs: str) -> dict[str, int]:
@@ -126,6 +147,19 @@ def _hierarchy_numbers(procfs: str) -> dict[str, int]:
 def printable(path: bytes) -> str:
     """A path as a label value: bytes that are no UTF-8 become \\xNN."""
     return path.decode("utf-8", "backslashreplace")
+
+
+def _decoded(path: bytes) -> str:
+    """A path that keeps its bytes, whatever they are."""
+    return path.decode("utf-8", "surrogateescape")
+
+
+def _encoded(path: str) -> bytes:
+    return path.encode("utf-8", "surrogateescape")
+
+
+def _label(path: str) -> str:
+    return path if path.isascii() else printable(_encoded(path))
 
 
 class EventKind(IntEnum):
@@ -163,6 +197,8 @@ class Cgroups:
     def __init__(self, hierarchies: Hierarchies) -> None:
         self.hierarchies = hierarchies
         self._trees = {h.id: _Tree(h) for h in hierarchies.all}
+        self.generation = 0
+        """Counts the times that cgroups came or went."""
 
     def walk(self, now: float) -> None:
         """Learns what is there now. At start, and after events were lost: what a former walk or
@@ -170,6 +206,7 @@ class Cgroups:
         found = {
             tree.hierarchy.id: dict(_walk(tree.hierarchy.mount)) for tree in self._trees.values()
         }
+        self.generation += 1
         for tree in self._trees.values():
             there = found[tree.hierarchy.id]
             for cgroup in tree.live.keys() - there.keys():
@@ -187,16 +224,17 @@ class Cgroups:
         tree = self._trees.get(hierarchy)
         if tree is None:
             return
+        self.generation += 1
         if kind is EventKind.MKDIR:
-            tree.live[cgroup] = printable(path)
+            tree.live[cgroup] = _decoded(path)
             # Nothing to forget: an id is never used twice (kernfs counts up).
         elif kind is EventKind.RENAME:
-            _rename(tree, cgroup, printable(path))
+            _rename(tree, cgroup, _decoded(path))
         elif kind is EventKind.RMDIR:
-            tree.exited.setdefault(cgroup, _Exited(tree.live.pop(cgroup, printable(path)), now))
+            tree.exited.setdefault(cgroup, _Exited(tree.live.pop(cgroup, _decoded(path)), now))
             self._bound(tree)
         elif kind is EventKind.RELEASE:
-            exited = tree.exited.setdefault(cgroup, _Exited(printable(path), now))
+            exited = tree.exited.setdefault(cgroup, _Exited(_decoded(path), now))
             if exited.released_at is None:  # else a walk has taken it for released already
                 exited.released_at, exited.scraped = now, False
             tree.live.pop(cgroup, None)
@@ -213,15 +251,17 @@ class Cgroups:
         """The label of a cgroup: its path below the hierarchy's root, or UNATTRIBUTED or OTHER."""
         if not cgroup:
             return UNATTRIBUTED
+        if cgroup == OTHER_ID:
+            return OTHER
         tree = self._trees[hierarchy.id]
         if cgroup in tree.collapsed:
             return OTHER
         path = tree.live.get(cgroup)
         if path is not None:
-            return path
+            return _label(path)
         exited = tree.exited.get(cgroup)
         if exited is not None:
-            return exited.path
+            return _label(exited.path)
         tree.collapsed.add(cgroup)
         return OTHER
 
@@ -260,7 +300,14 @@ class Cgroups:
         cgroup by then, as that of a service that was started again."""
         tree = self._trees[hierarchy.id]
         exited = (e.path for c, e in tree.exited.items() if (hierarchy.id, c) not in gone)
-        return {UNATTRIBUTED, OTHER, *tree.live.values(), *exited}
+        return {UNATTRIBUTED, OTHER, *map(_label, tree.live.values()), *map(_label, exited)}
+
+    def listed(self, hierarchy: Hierarchy) -> Iterator[tuple[int, str, bytes]]:
+        """(id, label, directory) of each live cgroup that is exported under a label of its own: of
+        whose files samples can be made. It may be gone when they are opened."""
+        mount = os.fsencode(hierarchy.mount)
+        for cgroup, path in self._trees[hierarchy.id].live.items():
+            yield cgroup, _label(path), mount if path == "/" else mount + _encoded(path)
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -298,7 +345,7 @@ def _walk(mount: str) -> Iterator[tuple[int, str]]:
                 children = [e for e in entries if e.is_dir(follow_symlinks=False)]
                 for entry in children:
                     path = parent + b"/" + entry.name
-                    yield entry.inode(), printable(path)
+                    yield entry.inode(), _decoded(path)
                     pending.append(path)
         except (FileNotFoundError, NotADirectoryError):
             continue  # it has gone meanwhile

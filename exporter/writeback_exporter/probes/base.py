@@ -4,19 +4,25 @@
 from __future__ import annotations
 
 import struct
-from abc import ABC, abstractmethod
+import sys
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
+from writeback_exporter.collector import Collector
 from writeback_exporter.features import Feature
 from writeback_exporter.kernel.layout import Layout, ObjectFile
 from writeback_exporter.kernel.libbpf import Map, Object, Program
 from writeback_exporter.kernel.loader import Kernel, open_file
 from writeback_exporter.metrics.catalogue import Metric
-from writeback_exporter.metrics.exposition import HistogramFamily, HistogramRow, Labels, Snapshot
-from writeback_exporter.names.cgroups import RETENTION_SECONDS, Cgroups, Hierarchies
-from writeback_exporter.names.devices import Devices
+from writeback_exporter.metrics.exposition import HistogramFamily, HistogramRow, Labels
+from writeback_exporter.names.cgroups import (
+    OTHER_ID,
+    RETENTION_SECONDS,
+    Cgroups,
+    Hierarchies,
+    Hierarchy,
+)
 
 Row = tuple[bytes, Labels, bytes | memoryview]
 """An entry of a map: its key, the labels that the key stands for, its value."""
@@ -30,22 +36,9 @@ class MapUse:
     capacity: int
 
 
-@dataclass(slots=True)
-class Host:
-    """What a probe needs to know of the host to name what it counted."""
-
-    cgroups: Cgroups
-    devices: Devices
-
-
-class Probe(ABC):
-    """A BPF object with its reader.
-
-    `load` once; then, at each scrape, `read` copies the maps, `fill` turns the copies into
-    families, and `forget` drops what has been exported for the last time.
-    """
-
-    name: ClassVar[str]
+class Probe(Collector):
+    """A BPF object with its reader: `load` once; at each scrape `read` copies the maps and `fill`
+    turns the copies into families."""
 
     def __init__(self) -> None:
         self.file: ObjectFile = open_file(self.name)
@@ -56,22 +49,10 @@ class Probe(ABC):
     def load(self, kernel: Kernel, hierarchies: Hierarchies) -> list[Feature]:
         """Loads and attaches; the features beside the main one. Raises Refused."""
 
-    @abstractmethod
-    def read(self) -> None:
-        """Copies the maps."""
-
-    @abstractmethod
-    def fill(self, snapshot: Snapshot, host: Host) -> None:
-        """Adds the families of what `read` copied."""
-
-    @abstractmethod
-    def forget(self, gone: set[tuple[int, int]], host: Host, now: float) -> None:
-        """Deletes the entries of these (hierarchy, cgroup) and of devices that are gone."""
-
     def drops(self) -> dict[str, int]:
         """Events that found no room, by map."""
         name = self.file.enum("drop")
-        value = self._map("drops").lookup(bytes(4)) or b""
+        value = self.map("drops").lookup(bytes(4)) or b""
         counts = struct.unpack(f"={len(value) // 8}Q", value)
         return {
             reason.removeprefix("DROP_").lower(): counts[index]
@@ -99,7 +80,7 @@ class Probe(ABC):
         assert layout is not None, f"the value of {name} is a plain number"
         return layout
 
-    def _map(self, name: str) -> Map:
+    def map(self, name: str) -> Map:
         assert self.bpf is not None, "load() comes first"
         return self.bpf.maps[name]
 
@@ -113,12 +94,12 @@ class Probe(ABC):
             if is_known(key):
                 known.append((key, row))
             else:
-                self._map(name).delete(key)
+                self.map(name).delete(key)
         return known
 
     def _dump(self, name: str, use: str = "") -> list[tuple[bytes, memoryview]]:
         """A map's entries; notes how full it is, under the name that its drops have."""
-        source = self._map(name)
+        source = self.map(name)
         keys, values = source.dump()
         view, key_size, size = memoryview(values), source.key_size, source.value_size
         count = len(keys) // key_size
@@ -127,6 +108,61 @@ class Probe(ABC):
             (keys[i * key_size : (i + 1) * key_size], view[i * size : (i + 1) * size])
             for i in range(count)
         ]
+
+
+class CgroupMap:
+    """A map of counters whose key is a cgroup's id (64 bit, first) and perhaps a little more.
+
+    `more` makes the labels after the cgroup's of the key's rest. Where the map is full the BPF
+    program counts for OTHER_ID instead (cgroup_row() in bpf/cgroup.h): `make_room` makes those
+    entries first.
+    """
+
+    def __init__(self, probe: Probe, name: str, more: Callable[[bytes], Labels] = lambda _: ()):
+        self._probe, self._name, self._more = probe, name, more
+        self._hierarchy = Hierarchy(0, "")
+        self._entries: list[tuple[bytes, memoryview]] = []
+        self._carried: dict[Labels, bytes] = {}
+
+    def make_room(self, hierarchy: Hierarchy, rests: Iterable[bytes] = (b"",)) -> None:
+        """At load: whose ids the keys have, and the rests of keys that there can be."""
+        self._hierarchy = hierarchy
+        bpf_map = self._probe.map(self._name)
+        for rest in rests:
+            key = OTHER_ID.to_bytes(8, sys.byteorder) + rest
+            bpf_map.update(key, bytes(bpf_map.value_size))
+
+    def read(self) -> None:
+        self._entries = self._probe._dump(self._name)
+
+    def table(self, cgroups: Cgroups) -> Table:
+        """The rows by (cgroup, more...); entries that counted nothing are left out."""
+        table = Table(self._carried)
+        for _, labels, row in self._rows(cgroups):
+            if any(row):
+                table.add(labels, row)
+        return table
+
+    def _rows(self, cgroups: Cgroups) -> Iterator[Row]:
+        for key, row in self._entries:
+            cgroup = int.from_bytes(key[:8], sys.byteorder)
+            yield key, (cgroups.name(self._hierarchy, cgroup), *self._more(key[8:])), row
+
+    def forget(self, gone: set[tuple[int, int]], cgroups: Cgroups) -> None:
+        """Deletes the entries of these (hierarchy, cgroup), and carries what they counted."""
+        dead = {cgroup for tree, cgroup in gone if tree == self._hierarchy.id}
+        if not dead:
+            return
+        in_use = cgroups.labels_in_use(self._hierarchy, gone)
+
+        def leaving() -> Iterator[tuple[Labels, bytes]]:
+            for key, labels, _ in list(self._rows(cgroups)):
+                if int.from_bytes(key[:8], sys.byteorder) in dead:
+                    row = self._probe.map(self._name).lookup_and_delete(key)
+                    if row is not None:
+                        yield labels, row
+
+        self._carried = carry(self._carried, leaving(), lambda labels: labels[0] in in_use)
 
 
 @dataclass(slots=True, kw_only=True)

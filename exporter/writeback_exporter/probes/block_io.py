@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 
+from writeback_exporter.collector import Host
 from writeback_exporter.features import Feature
 from writeback_exporter.kernel.libbpf import BpfError
 from writeback_exporter.kernel.loader import Kernel, load
@@ -21,7 +22,7 @@ from writeback_exporter.names.cgroups import (
     Hierarchy,
 )
 from writeback_exporter.names.devices import Devices
-from writeback_exporter.probes.base import Device, Host, Probe, Row, Table, carry
+from writeback_exporter.probes.base import Device, Probe, Row, Table, carry
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +75,7 @@ class BlockIo(Probe):
     """Device and queue time, size, errors by owner; depth and requests in flight by disk."""
 
     name = "block_io"
+    main = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,7 +175,7 @@ class BlockIo(Probe):
         known = self._disks
         self._disks = {}
         self._readings += 1
-        disks = self._map("disks")
+        disks = self.map("disks")
         for identity, packed_index in self._dump("disk_index", "disks"):
             (index,) = _INDEX.unpack(packed_index)
             _, dev = self._identity.unpack(identity)
@@ -274,7 +276,7 @@ class BlockIo(Probe):
             for key, labels, _ in list(rows):
                 cgroup, disk = self._owner.unpack_from(key)
                 if cgroup in dead_cgroups or disk in dead_disks:
-                    row = self._map(bpf_map).lookup_and_delete(key)
+                    row = self.map(bpf_map).lookup_and_delete(key)
                     if row is not None:
                         yield labels, row
 
@@ -298,9 +300,9 @@ class BlockIo(Probe):
         )
         for disk in dead_disks.values():
             index = _INDEX.pack(disk.index)
-            self._map("disks").update(index, bytes(len(disk.value)))
-            self._map("disk_index").delete(disk.identity)
-            self._map("disk_owner").delete(index)
+            self.map("disks").update(index, bytes(len(disk.value)))
+            self.map("disk_index").delete(disk.identity)
+            self.map("disk_owner").delete(index)
 
     def _dead_disks(self, devices: Devices, now: float) -> dict[int, _Disk]:
         """Disks that were unplugged long enough ago for their last samples to have been scraped."""

@@ -9,13 +9,14 @@ import select
 import threading
 import time
 
+from writeback_exporter.collector import Host
 from writeback_exporter.features import Feature
 from writeback_exporter.kernel.libbpf import BpfError, RingBuffer
 from writeback_exporter.kernel.loader import Kernel, load, refusal
 from writeback_exporter.metrics import catalogue
 from writeback_exporter.metrics.exposition import Snapshot, family
 from writeback_exporter.names.cgroups import Cgroups, EventKind, Hierarchies
-from writeback_exporter.probes.base import Host, Probe
+from writeback_exporter.probes.base import Probe
 
 log = logging.getLogger(__name__)
 
@@ -44,10 +45,14 @@ class CgroupLifecycle(Probe):
         self.bpf = load(
             self.file,
             ["cgroup_mkdir", "cgroup_rename", "cgroup_rmdir", "cgroup_release"],
-            {"io_hierarchy": hierarchies.io.id, "task_hierarchy": hierarchies.task.id},
+            {
+                "io_hierarchy": hierarchies.io.id,
+                "task_hierarchy": hierarchies.task.id,
+                "memory_hierarchy": (hierarchies.memory or hierarchies.task).id,
+            },
         )
         try:
-            self._ring = RingBuffer(self._map(_RECORDS), self._apply)
+            self._ring = RingBuffer(self.map(_RECORDS), self._apply)
         except BpfError as error:
             super().close()
             raise refusal(error) from error

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 
+from writeback_exporter.collector import Host
 from writeback_exporter.features import Feature, Refused
 from writeback_exporter.kernel.loader import Kernel, load
 from writeback_exporter.metrics import catalogue
@@ -23,7 +24,7 @@ from writeback_exporter.names.cgroups import (
     Hierarchy,
 )
 from writeback_exporter.names.devices import Devices
-from writeback_exporter.probes.base import Device, Host, Probe, Row, Table, carry
+from writeback_exporter.probes.base import Device, Probe, Row, Table, carry
 
 _CLOCK_MONOTONIC_COARSE = 6  # include/uapi/linux/time.h; the time module does not name it
 _VALUES_ARITY, _CONTROL_ARITY = 12, 8
@@ -53,6 +54,7 @@ class DirtyThrottle(Probe):
     """Sleep by cgroup and BDI, who sleeps now, which limit decided, and the BDI's state then."""
 
     name = "dirty_throttle"
+    main = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +134,7 @@ class DirtyThrottle(Probe):
             wakes_ns = event_ns + pause_ns + tick_ns
             asleep = sleep_ns != 0 if self.measured else now < wakes_ns
             if now - event_ns - pause_ns > _STALE_NS:
-                self._map("sleepers").delete(tid)
+                self.map("sleepers").delete(tid)
             elif asleep:
                 self._asleep[cgroup, bdi] += 1
 
@@ -215,7 +217,7 @@ class DirtyThrottle(Probe):
             for key, labels, _ in list(self._rows(host.cgroups)):
                 cgroup, bdi = self._key.unpack(key)
                 if cgroup in dead_cgroups or bdi in dead_bdis:
-                    row = self._map("dirty_throttle").lookup_and_delete(key)
+                    row = self.map("dirty_throttle").lookup_and_delete(key)
                     if row is not None:
                         yield labels, row
 
@@ -230,7 +232,7 @@ class DirtyThrottle(Probe):
             lambda labels: labels[0] in bdis,
         )
         for bdi in dead_bdis:
-            self._map("bdis").delete(bdi.to_bytes(8, sys.byteorder))
+            self.map("bdis").delete(bdi.to_bytes(8, sys.byteorder))
 
     def _dead_bdis(self, devices: Devices, now: float) -> dict[int, _Bdi]:
         """BDIs that went long enough ago for their last samples to have been scraped."""

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the readers of files share: their life, and small files that may not be there."""
+
+from __future__ import annotations
+
+import os
+import threading
+from abc import abstractmethod
+
+from writeback_exporter.collector import Collector, Host
+from writeback_exporter.features import Feature
+from writeback_exporter.settings import Settings
+
+_CHUNK = 1 << 16
+
+
+class Reader(Collector):
+    """A collector that needs no BPF: `open` once, then `fill` at each scrape."""
+
+    @abstractmethod
+    def open(self, settings: Settings, host: Host, lock: threading.Lock) -> list[Feature]:
+        """Looks what is there; the features beside the main one. Raises Refused.
+
+        `lock` is free during the call and is held by whoever uses `host`: by the caller of `fill`,
+        and to be taken by a thread of the reader's own.
+        """
+
+
+def content(path: str | bytes) -> bytes | None:
+    """A small file's content; None where there is none, or none that can be read, such as that of
+    a cgroup that has just gone. One read() for what fits: kernfs makes the text once a read."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        text = os.read(descriptor, _CHUNK)
+        if len(text) < _CHUNK - 4096:  # seq_file gives whole pages at least until its end
+            return text
+        parts = [text]
+        while text := os.read(descriptor, _CHUNK):
+            parts.append(text)
+        return b"".join(parts)
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+
+
+def keyed(text: bytes) -> dict[bytes, int]:
+    """Lines of "name number", as in memory.stat and vmstat; lines of another form are left out."""
+    numbers = {}
+    for line in text.splitlines():
+        name, _, number = line.rpartition(b" ")
+        if number.isdigit():
+            numbers[name.rstrip(b":")] = int(number)
+    return numbers
