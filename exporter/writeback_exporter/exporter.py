@@ -15,7 +15,6 @@ from collections.abc import Callable
 from functools import partial
 
 from prometheus_client import ProcessCollector
-from prometheus_client.metrics_core import Metric as PrometheusMetric
 
 from writeback_exporter import __version__
 from writeback_exporter.collector import Collector, Host
@@ -24,7 +23,7 @@ from writeback_exporter.files.base import Reader
 from writeback_exporter.kernel import libbpf
 from writeback_exporter.kernel.loader import Kernel
 from writeback_exporter.metrics import catalogue
-from writeback_exporter.metrics.exposition import Snapshot, family
+from writeback_exporter.metrics.exposition import Family, Snapshot, family
 from writeback_exporter.names.attribution import attribution
 from writeback_exporter.names.cgroups import Cgroups, find_hierarchies
 from writeback_exporter.names.devices import Devices
@@ -134,6 +133,7 @@ class Exporter:
                 snapshot.families += run.snapshot.families
                 snapshot.histograms += run.snapshot.histograms
         snapshot.families += _about_collectors(runs) + _about_maps(runs) + self._about_self()
+        snapshot.others += ProcessCollector(registry=None).collect()
         return snapshot
 
     def close(self) -> None:
@@ -145,8 +145,7 @@ class Exporter:
         for collector in running:  # without the lock, for which a thread of theirs may wait
             collector.close()
 
-    def _about_self(self) -> list[PrometheusMetric]:
-        process = ProcessCollector(registry=None)
+    def _about_self(self) -> list[Family]:
         build = (__version__, platform.python_version(), self._libbpf_version)
         return [
             family(catalogue.EXPORTER_BUILD_INFO, [(build, 1)]),
@@ -154,7 +153,6 @@ class Exporter:
                 catalogue.EXPORTER_FEATURE_AVAILABLE,
                 (((f.name, f.reason), float(f.available)) for f in self.features),
             ),
-            *process.collect(),
         ]
 
 
@@ -192,7 +190,7 @@ class _Run:
             }
 
 
-def _about_collectors(runs: list[_Run]) -> list[PrometheusMetric]:
+def _about_collectors(runs: list[_Run]) -> list[Family]:
     return [
         family(
             catalogue.EXPORTER_COLLECTOR_DURATION_SECONDS,
@@ -205,7 +203,7 @@ def _about_collectors(runs: list[_Run]) -> list[PrometheusMetric]:
     ]
 
 
-def _about_maps(runs: list[_Run]) -> list[PrometheusMetric]:
+def _about_maps(runs: list[_Run]) -> list[Family]:
     probes = [run.probe for run in runs if run.probe and run.error is None]
     use = {m: use for probe in probes for m, use in probe.use.items()}
     drops = {m: count for run in runs for m, count in run.drops.items()}

@@ -171,10 +171,7 @@ class Scraped:
             for h in snapshot.histograms
         }
         self.first = {h.metric: h.first_exponent for h in snapshot.histograms}
-        self.samples = {
-            family.name: {tuple(s.labels.values()): s.value for s in family.samples}
-            for family in snapshot.families
-        }
+        self.samples = {family.metric.name: dict(family.rows) for family in snapshot.families}
 
     @property
     def counts(self) -> dict[Labels, int]:

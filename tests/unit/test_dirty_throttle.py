@@ -166,10 +166,7 @@ class Scraped:
         assert histogram.metric is catalogue.DIRTY_THROTTLE_SECONDS
         self.first = histogram.first_exponent
         self.sleep = {labels: (list(slots), total) for labels, slots, total in histogram.rows()}
-        self.samples = {
-            family.name: {tuple(s.labels.values()): s.value for s in family.samples}
-            for family in snapshot.families
-        }
+        self.samples = {family.metric.name: dict(family.rows) for family in snapshot.families}
 
     @property
     def counts(self) -> dict[Labels, int]:

@@ -100,7 +100,8 @@ def model(source: HistogramFamily) -> PrometheusMetric:
 
 class Model(Collector):
     def __init__(self, snapshot: Snapshot) -> None:
-        self.metrics = [*snapshot.families, *map(model, snapshot.histograms)]
+        simple = [family.model() for family in snapshot.families]
+        self.metrics = [*snapshot.others, *simple, *map(model, snapshot.histograms)]
 
     def collect(self) -> Iterable[PrometheusMetric]:
         return self.metrics
