@@ -21,7 +21,14 @@ from writeback_exporter.logs import FORMATS, LEVELS, set_up_logging
 from writeback_exporter.metrics.exposition import negotiate, render
 from writeback_exporter.names.cgroups import CgroupfsError
 from writeback_exporter.names.devices import SysfsError
-from writeback_exporter.settings import Settings, duration, telemetry_path
+from writeback_exporter.names.rules import EVERY_CGROUP, CgroupRules
+from writeback_exporter.settings import (
+    Settings,
+    cgroup_limit,
+    cgroup_regex,
+    duration,
+    telemetry_path,
+)
 from writeback_exporter.web.landing import Landing
 from writeback_exporter.web.listen import Address, ListenError
 from writeback_exporter.web.server import Server
@@ -44,6 +51,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         sysfs=arguments.sysfs,
         cgroupfs=arguments.cgroupfs,
         rootfs=arguments.rootfs,
+        cgroups=CgroupRules(
+            arguments.cgroup_include,
+            arguments.cgroup_exclude,
+            tuple(arguments.cgroup_collapse),
+            arguments.cgroup_limit,
+        ),
+        idle_timeout=arguments.idle_timeout,
     )
     try:
         if arguments.command == "doctor":
@@ -204,6 +218,47 @@ def _parser() -> argparse.ArgumentParser:
             help=(collector.__doc__ or "").splitlines()[0]
             + ("" if collector.default else " (off unless switched on)"),
         )
+    cgroups = parser.add_argument_group(
+        "cgroups", "Which are exported by name; what the others do counts as cgroup=other."
+    )
+    for name, text in (
+        ("include", "only these; matched in full"),
+        ("exclude", "not these; matched in full"),
+    ):
+        cgroups.add_argument(
+            f"--cgroup.{name}",
+            dest=f"cgroup_{name}",
+            type=_checked(cgroup_regex),
+            metavar="REGEX",
+            help=text,
+        )
+    cgroups.add_argument(
+        "--cgroup.collapse",
+        dest="cgroup_collapse",
+        action="append",
+        default=[],
+        type=_checked(cgroup_regex),
+        metavar="REGEX",
+        help="export what is below the matching part of the path, or below its first group, as "
+        "that part; may be repeated, the first that matches counts",
+    )
+    cgroups.add_argument(
+        "--cgroup.limit",
+        dest="cgroup_limit",
+        default=EVERY_CGROUP.limit,
+        type=_checked(cgroup_limit),
+        metavar="NUMBER",
+        help=f"at most so many (default {EVERY_CGROUP.limit})",
+    )
+    cgroups.add_argument(
+        "--series.idle-timeout",
+        dest="idle_timeout",
+        default=0.0,
+        type=_checked(duration),
+        metavar="DURATION",
+        help="counters and histograms that have not changed for so long leave, until they change "
+        "(default: they stay)",
+    )
     paths = parser.add_argument_group("paths")
     for name, default in (
         ("procfs", "/proc"),

@@ -24,8 +24,9 @@ from writeback_exporter.kernel import libbpf
 from writeback_exporter.kernel.loader import Kernel
 from writeback_exporter.metrics import catalogue
 from writeback_exporter.metrics.exposition import Family, Snapshot, family
+from writeback_exporter.metrics.idle import Idle
 from writeback_exporter.names.attribution import attribution
-from writeback_exporter.names.cgroups import Cgroups, find_hierarchies
+from writeback_exporter.names.cgroups import NEAR, Cgroups, find_hierarchies
 from writeback_exporter.names.devices import Devices
 from writeback_exporter.probes.base import Probe
 from writeback_exporter.probes.block_io import BlockIo
@@ -50,8 +51,10 @@ class Exporter:
         """Raises CgroupfsError or BadObject, which no host can be blamed for."""
         self.hierarchies = find_hierarchies(settings.cgroupfs, settings.procfs)
         self._settings = settings
+        self._full_maps: set[str] = set()
+        self._idle = Idle(settings.idle_timeout) if settings.idle_timeout else None
         self._found: list[Feature] = []
-        self.host = Host(Cgroups(self.hierarchies), Devices(settings.sysfs))
+        self.host = Host(Cgroups(self.hierarchies, settings.cgroups), Devices(settings.sysfs))
         self.lock = threading.Lock()
         self._lifecycle = CgroupLifecycle(self.host.cgroups, self.lock)
         collectors = [make() for name, make in COLLECTORS.items() if name in settings.collectors]
@@ -128,12 +131,19 @@ class Exporter:
             for run in runs:
                 run.attempt(run.collector.forget, gone, self.host, now)
                 run.attempt(run.inspect)
+            self._warn_of_full_maps(runs)
         for run in runs:
             if run.error is None:
                 snapshot.families += run.snapshot.families
                 snapshot.histograms += run.snapshot.histograms
         snapshot.families += _about_collectors(runs) + _about_maps(runs) + self._about_self()
         snapshot.others += ProcessCollector(registry=None).collect()
+        if self._idle:
+            self._idle.leave_out(snapshot, now)
+        itself = 1
+        snapshot.families.append(
+            family(catalogue.EXPORTER_SERIES, [((), snapshot.series + itself)])
+        )
         return snapshot
 
     def close(self) -> None:
@@ -144,6 +154,24 @@ class Exporter:
             self.running.clear()
         for collector in running:  # without the lock, for which a thread of theirs may wait
             collector.close()
+
+    def _warn_of_full_maps(self, runs: list[_Run]) -> None:
+        full = {
+            name: use
+            for run in runs
+            if run.probe
+            for name, use in run.probe.use.items()
+            if use.entries >= NEAR * use.capacity
+        }
+        for name in full.keys() - self._full_maps:
+            use = full[name]
+            log.warning(
+                "BPF map %s has %d of at most %d entries; what finds no room counts as other",
+                name,
+                use.entries,
+                use.capacity,
+            )
+        self._full_maps = set(full)
 
     def _about_self(self) -> list[Family]:
         build = (__version__, platform.python_version(), self._libbpf_version)

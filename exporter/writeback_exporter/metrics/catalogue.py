@@ -834,7 +834,17 @@ EXPORTER_CGROUPS = _metric(
 EXPORTER_SERIES = _metric(
     "exporter_series",
     Kind.GAUGE,
-    "Series in the scrape before this one.",
+    "Series in this scrape.",
+)
+EXPORTER_CGROUP_LIMIT = _metric(
+    "exporter_cgroup_limit",
+    Kind.GAUGE,
+    "Cgroups of a hierarchy that are exported by name at most; others count as other.",
+)
+EXPORTER_CGROUP_LABELS = _metric(
+    "exporter_cgroup_labels",
+    Kind.GAUGE,
+    "Cgroups that are exported by name, of the hierarchy that has the most.",
 )
 EXPORTER_COLLAPSED_CGROUPS = _metric(
     "exporter_collapsed_cgroups",

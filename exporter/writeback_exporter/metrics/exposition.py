@@ -52,6 +52,8 @@ class HistogramFamily:
     metric: Metric
     first_exponent: int
     rows: Callable[[], Iterable[HistogramRow]]
+    count: int = 0
+    """How many rows there will be, for `Snapshot.series`."""
 
     def __post_init__(self) -> None:
         if self.metric.kind is not Kind.HISTOGRAM:
@@ -87,6 +89,16 @@ class Snapshot:
     families: list[Family] = field(default_factory=list)
     histograms: list[HistogramFamily] = field(default_factory=list)
     others: list[PrometheusMetric] = field(default_factory=list)
+
+    @property
+    def series(self) -> int:
+        """Number of series, which is that of lines with a value."""
+        return (
+            sum(len(f.rows) for f in self.families)
+            # A bucket for each edge and for +Inf, sum and count.
+            + sum(h.count * (len(h.metric.edges) + 3) for h in self.histograms)
+            + sum(len(metric.samples) for metric in self.others)
+        )
 
 
 def family(metric: Metric, rows: Iterable[tuple[Labels, float]]) -> Family:

@@ -9,19 +9,26 @@ and then until its last samples were scraped.
 from __future__ import annotations
 
 import os
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import chain
 from pathlib import Path
+
+from writeback_exporter.names.rules import EVERY_CGROUP, CgroupRules
 
 UNATTRIBUTED = "unattributed"
 """Label of what has no owner: flushes. No path starts without a slash, so none can collide."""
 OTHER = "other"
-"""Label of what is collapsed: cgroups beyond a map's capacity, or whose name is not known."""
+"""Label of what is collapsed: cgroups beyond a map's capacity or the limit, that a rule leaves out,
+or whose name is not known."""
 
 OTHER_ID = (1 << 64) - 1
 """Under this id the BPF programs count for whom their maps have no room (bpf/cgroup.h)."""
+
+NEAR = 0.9
+"""From this share of a limit on, the log warns."""
 
 RETENTION_SECONDS = 120.0
 """How long a released cgroup is exported at least: two scrapes at the usual longest interval, so
@@ -185,8 +192,13 @@ class _Tree:
     hierarchy: Hierarchy
     live: dict[int, str] = field(default_factory=dict)
     exited: dict[int, _Exited] = field(default_factory=dict)
-    collapsed: set[int] = field(default_factory=set)
-    """Ids that were exported as OTHER once: they stay there, or OTHER's counters would go back."""
+    labels: dict[int, str] = field(default_factory=dict)
+    """Labels by id, once they were asked for. Who was exported as OTHER stays there, or OTHER's
+    counters would go back."""
+    shown: Counter[str] = field(default_factory=Counter)
+    """Labels but OTHER, with the number of ids that have them."""
+    collapsed: dict[int, str] = field(default_factory=dict)
+    """Why an id has the label OTHER."""
     evicted: deque[int] = field(default_factory=lambda: deque(maxlen=_EVICTED_LIMIT))
     """Ids whose names were given up, though their entries in the maps are still to go."""
 
@@ -194,8 +206,9 @@ class _Tree:
 class Cgroups:
     """The names of all cgroups that IO or throttling can be charged to. Not thread-safe."""
 
-    def __init__(self, hierarchies: Hierarchies) -> None:
+    def __init__(self, hierarchies: Hierarchies, rules: CgroupRules = EVERY_CGROUP) -> None:
         self.hierarchies = hierarchies
+        self.rules = rules
         self._trees = {h.id: _Tree(h) for h in hierarchies.all}
         self.generation = 0
         """Counts the times that cgroups came or went."""
@@ -211,6 +224,9 @@ class Cgroups:
             there = found[tree.hierarchy.id]
             for cgroup in tree.live.keys() - there.keys():
                 tree.exited[cgroup] = _Exited(tree.live[cgroup], now)
+            for cgroup in tree.live.keys() & there.keys():
+                if tree.live[cgroup] != there[cgroup] and cgroup not in tree.collapsed:
+                    _unname(tree, cgroup)  # renamed
             tree.live = there
             for cgroup in tree.exited.keys() & there.keys():
                 del tree.exited[cgroup]
@@ -230,6 +246,8 @@ class Cgroups:
             # Nothing to forget: an id is never used twice (kernfs counts up).
         elif kind is EventKind.RENAME:
             _rename(tree, cgroup, _decoded(path))
+            for renamed in tree.labels.keys() & tree.live.keys() - tree.collapsed.keys():
+                _unname(tree, renamed)
         elif kind is EventKind.RMDIR:
             tree.exited.setdefault(cgroup, _Exited(tree.live.pop(cgroup, _decoded(path)), now))
             self._bound(tree)
@@ -245,6 +263,7 @@ class Cgroups:
         if len(tree.exited) > _EXITED_LIMIT:
             eldest = next(iter(tree.exited))
             del tree.exited[eldest]
+            _unname(tree, eldest)
             tree.evicted.append(eldest)
 
     def name(self, hierarchy: Hierarchy, cgroup: int) -> str:
@@ -254,15 +273,25 @@ class Cgroups:
         if cgroup == OTHER_ID:
             return OTHER
         tree = self._trees[hierarchy.id]
-        if cgroup in tree.collapsed:
-            return OTHER
+        label = tree.labels.get(cgroup)
+        return self._assign(tree, cgroup) if label is None else label
+
+    def _assign(self, tree: _Tree, cgroup: int) -> str:
         path = tree.live.get(cgroup)
-        if path is not None:
-            return _label(path)
-        exited = tree.exited.get(cgroup)
-        if exited is not None:
-            return _label(exited.path)
-        tree.collapsed.add(cgroup)
+        if path is None and cgroup in tree.exited:
+            path = tree.exited[cgroup].path
+        label = None if path is None else self.rules.label(_label(path))
+        if path is None:
+            tree.collapsed[cgroup] = "no name"
+        elif label is None:
+            tree.collapsed[cgroup] = "rule"
+        elif label not in tree.shown and len(tree.shown) >= self.rules.limit:
+            tree.collapsed[cgroup] = "limit"
+        else:
+            tree.labels[cgroup] = label
+            tree.shown[label] += 1
+            return label
+        tree.labels[cgroup] = OTHER
         return OTHER
 
     def expired(self, now: float) -> set[tuple[int, int]]:
@@ -289,7 +318,7 @@ class Cgroups:
                 exited.quiet_since, exited.scraped = now, False
                 continue
             tree.exited.pop(cgroup, None)
-            tree.collapsed.discard(cgroup)
+            _unname(tree, cgroup)
         for tree in self._trees.values():
             left = [c for c in tree.evicted if (tree.hierarchy.id, c) not in gone]
             tree.evicted.clear()
@@ -299,21 +328,49 @@ class Cgroups:
         """The labels of a hierarchy that stay when `gone` are forgotten: a path may have a new
         cgroup by then, as that of a service that was started again."""
         tree = self._trees[hierarchy.id]
-        exited = (e.path for c, e in tree.exited.items() if (hierarchy.id, c) not in gone)
-        return {UNATTRIBUTED, OTHER, *map(_label, tree.live.values()), *map(_label, exited)}
+        exited = (c for c in tree.exited if (hierarchy.id, c) not in gone)
+        return {UNATTRIBUTED, OTHER, *(self.name(hierarchy, c) for c in chain(tree.live, exited))}
 
     def listed(self, hierarchy: Hierarchy) -> Iterator[tuple[int, str, bytes]]:
         """(id, label, directory) of each live cgroup that is exported under a label of its own: of
         whose files samples can be made. It may be gone when they are opened."""
         mount = os.fsencode(hierarchy.mount)
-        for cgroup, path in self._trees[hierarchy.id].live.items():
-            yield cgroup, _label(path), mount if path == "/" else mount + _encoded(path)
+        tree = self._trees[hierarchy.id]
+        for cgroup, path in tree.live.items():
+            label = self.name(hierarchy, cgroup)
+            if label == path:
+                yield cgroup, label, mount if path == "/" else mount + _encoded(path)
+            # No UTF-8, and spelled out; unless a neighbour's name is what that gives.
+            elif label == _label(path) and tree.shown[label] == 1:
+                yield cgroup, label, mount + _encoded(path)
 
     @property
     def counts(self) -> tuple[int, int]:
         """Numbers of live and of exited cgroups."""
         trees = self._trees.values()
         return sum(len(t.live) for t in trees), sum(len(t.exited) for t in trees)
+
+    @property
+    def shown(self) -> int:
+        """Labels in use, of the hierarchy that has the most."""
+        return max(len(tree.shown) for tree in self._trees.values())
+
+    @property
+    def collapsed(self) -> dict[str, int]:
+        """Numbers of cgroups that are exported as OTHER, by reason."""
+        reasons = Counter({"rule": 0, "limit": 0, "no name": 0})
+        for tree in self._trees.values():
+            reasons.update(tree.collapsed.values())
+        return dict(reasons)
+
+
+def _unname(tree: _Tree, cgroup: int) -> None:
+    label = tree.labels.pop(cgroup, None)
+    tree.collapsed.pop(cgroup, None)
+    if label is not None and label != OTHER:
+        tree.shown[label] -= 1
+        if not tree.shown[label]:
+            del tree.shown[label]
 
 
 def _rename(tree: _Tree, cgroup: int, path: str) -> None:

@@ -205,7 +205,7 @@ class Table:
                 total, *slots = picked.unpack(row)
                 yield labels, slots, total
 
-        return HistogramFamily(metric, first_exponent, histogram_rows)
+        return HistogramFamily(metric, first_exponent, histogram_rows, len(self.rows))
 
 
 def carry(

@@ -15,7 +15,7 @@ from writeback_exporter.kernel.libbpf import BpfError, RingBuffer
 from writeback_exporter.kernel.loader import Kernel, load, refusal
 from writeback_exporter.metrics import catalogue
 from writeback_exporter.metrics.exposition import Snapshot, family
-from writeback_exporter.names.cgroups import Cgroups, EventKind, Hierarchies
+from writeback_exporter.names.cgroups import NEAR, Cgroups, EventKind, Hierarchies
 from writeback_exporter.probes.base import Probe
 
 log = logging.getLogger(__name__)
@@ -39,6 +39,7 @@ class CgroupLifecycle(Probe):
         self._follower: threading.Thread | None = None
         self._stop_read, self._stop_write = -1, -1
         self._dropped = 0
+        self._warned = False
 
     def load(self, kernel: Kernel, hierarchies: Hierarchies) -> list[Feature]:
         kernel.arity("cgroup_mkdir", known=(2,))
@@ -98,10 +99,28 @@ class CgroupLifecycle(Probe):
             self._dropped = dropped
 
     def fill(self, snapshot: Snapshot, host: Host) -> None:
-        live, exited = host.cgroups.counts
-        snapshot.families.append(
-            family(catalogue.EXPORTER_CGROUPS, [(("live",), live), (("exited",), exited)])
-        )
+        cgroups = host.cgroups
+        live, exited = cgroups.counts
+        collapsed = (((reason,), count) for reason, count in cgroups.collapsed.items())
+        snapshot.families += [
+            family(catalogue.EXPORTER_CGROUPS, [(("live",), live), (("exited",), exited)]),
+            family(catalogue.EXPORTER_COLLAPSED_CGROUPS, collapsed),
+            family(catalogue.EXPORTER_CGROUP_LABELS, [((), cgroups.shown)]),
+            family(catalogue.EXPORTER_CGROUP_LIMIT, [((), cgroups.rules.limit)]),
+        ]
+        self._warn_before(cgroups)
+
+    def _warn_before(self, cgroups: Cgroups) -> None:
+        """Says once that the limit is near, and once more when it was not in between."""
+        limit = cgroups.rules.limit
+        if cgroups.shown >= NEAR * limit and not self._warned:
+            log.warning(
+                "%d of at most %d cgroups are exported; what the others do counts as other: "
+                "collapse or exclude some, or raise --cgroup.limit",
+                cgroups.shown,
+                limit,
+            )
+        self._warned = cgroups.shown >= NEAR * limit
 
     def forget(self, gone: set[tuple[int, int]], host: Host, now: float) -> None:
         host.cgroups.forget(gone, now)
