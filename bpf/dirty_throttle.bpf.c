@@ -8,6 +8,7 @@
  *
  * See README.md here for keys, values, kernels and cost.
  */
+#include "bdi.h"
 #include "cgroup.h"
 #include "histogram.h"
 
@@ -44,7 +45,7 @@ struct {
 
 struct bdi {
 	enum throttle_domain domains[0];
-	char name[64];
+	char name[BDI_NAME_LENGTH];
 	__u64 pauses[DOMAINS];
 	/* As the last event on the BDI said, of its writeback domain; pages and pages/s. */
 	__u64 dirty;
@@ -111,7 +112,7 @@ const volatile bool measured;
 
 static const struct throttle no_throttle;
 
-/* A BDI to be entered, larger than the stack; zero but for its name. */
+/* A BDI to be entered. */
 struct {
 	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
 	__uint(max_entries, 1);
@@ -129,18 +130,8 @@ struct throttle_event {
 
 static __always_inline struct bdi *bdi_of(struct backing_dev_info *kernel_bdi)
 {
-	__u64 id = kernel_bdi->id;
-	struct bdi *bdi = bpf_map_lookup_elem(&bdis, &id), *fresh;
-	__u32 zero = 0;
+	struct bdi *bdi = bdi_row(&bdis, &new_bdi, kernel_bdi);
 
-	if (bdi)
-		return bdi;
-	fresh = bpf_map_lookup_elem(&new_bdi, &zero);
-	if (!fresh)
-		return NULL;
-	bpf_probe_read_kernel_str(fresh->name, sizeof(fresh->name), kernel_bdi->dev_name);
-	bpf_map_update_elem(&bdis, &id, fresh, BPF_NOEXIST);
-	bdi = bpf_map_lookup_elem(&bdis, &id);
 	if (!bdi)
 		drop(DROP_BDIS);
 	return bdi;

@@ -23,6 +23,7 @@ from writeback_exporter.names.cgroups import (
     Hierarchies,
     Hierarchy,
 )
+from writeback_exporter.names.devices import Devices
 
 Row = tuple[bytes, Labels, bytes | memoryview]
 """An entry of a map: its key, the labels that the key stands for, its value."""
@@ -178,6 +179,53 @@ class Device:
         elif self.gone_since is None:
             self.gone_since = now
         return self.gone_since is not None and now - self.gone_since >= RETENTION_SECONDS
+
+
+@dataclass(slots=True)
+class Bdi(Device):
+    """A BDI that a probe has counted on, as `read` found it."""
+
+    id: int
+    name: str
+    value: memoryview
+
+
+class BdiMap:
+    """The map `bdis` of a probe: BDIs by their id, which is never used twice, with their name and
+    what the probe counts on them (bpf/bdi.h)."""
+
+    def __init__(self, probe: Probe) -> None:
+        self._probe = probe
+        self._name = probe._value_layout("bdis").pick("name")
+        self.known: dict[int, Bdi] = {}
+
+    def read(self) -> None:
+        before, self.known = self.known, {}
+        for key, value in self._probe._dump("bdis"):
+            bdi = int.from_bytes(key, sys.byteorder)
+            (name,) = self._name.unpack(value)
+            text = name.split(b"\0", 1)[0].decode("utf-8", "backslashreplace")
+            self.known[bdi] = Bdi(bdi, text, value)
+            if bdi in before:
+                self.known[bdi].gone_since = before[bdi].gone_since
+
+    def dead(self, devices: Devices, now: float) -> dict[int, Bdi]:
+        """BDIs that went long enough ago for their last samples to have been scraped."""
+        latest = {bdi.name: bdi.id for bdi in sorted(self.known.values(), key=lambda bdi: bdi.id)}
+        dead = {}
+        for bdi in self.known.values():
+            is_there = bdi.id == latest[bdi.name] and devices.has_bdi(bdi.name)
+            if bdi.has_left(is_there, now):
+                dead[bdi.id] = bdi
+        return dead
+
+    def names_without(self, dead: Mapping[int, Bdi]) -> set[str]:
+        """The names that stay in use when `dead` are forgotten: a device may have come again."""
+        return {bdi.name for bdi in self.known.values() if bdi.id not in dead}
+
+    def delete(self, dead: Iterable[int]) -> None:
+        for bdi in dead:
+            self._probe.map("bdis").delete(bdi.to_bytes(8, sys.byteorder))
 
 
 class Table:

@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import mmap
 import struct
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from itertools import chain
 
 from writeback_exporter.collector import Host
@@ -23,8 +21,7 @@ from writeback_exporter.names.cgroups import (
     Hierarchies,
     Hierarchy,
 )
-from writeback_exporter.names.devices import Devices
-from writeback_exporter.probes.base import Device, Probe, Row, Table, carry
+from writeback_exporter.probes.base import Bdi, BdiMap, Probe, Row, Table, carry
 
 _CLOCK_MONOTONIC_COARSE = 6  # include/uapi/linux/time.h; the time module does not name it
 _VALUES_ARITY, _CONTROL_ARITY = 12, 8
@@ -39,15 +36,6 @@ _STALE_NS = 60_000_000_000
 def ticks_per_second() -> int:
     """The kernel's HZ: the coarse clocks' resolution is one tick (TICK_NSEC, kernel/time)."""
     return round(1 / time.clock_getres(_CLOCK_MONOTONIC_COARSE))
-
-
-@dataclass(slots=True)
-class _Bdi(Device):
-    """A BDI that had throttling, as `read` found it."""
-
-    id: int
-    name: str
-    value: memoryview
 
 
 class DirtyThrottle(Probe):
@@ -71,7 +59,6 @@ class DirtyThrottle(Probe):
             for domain in self.file.enum("throttle_domain")
             if domain != "DOMAINS"
         ]
-        self._bdi_name = bdi.pick("name")
         self._bdi_state = bdi.pick("dirty", "threshold", "dirty_ratelimit", "write_bandwidth")
         start = bdi.fields["other.slept_ns"].offset
         self._other_at = slice(start, start + throttle.size)
@@ -83,7 +70,7 @@ class DirtyThrottle(Probe):
         self._hierarchy = Hierarchy(0, "")
         self._throttles: list[tuple[bytes, memoryview]] = []
         self._asleep: Counter[tuple[int, int]] = Counter()
-        self._bdis: dict[int, _Bdi] = {}
+        self._bdis = BdiMap(self)
         self._carried: dict[Labels, bytes] = {}
         self._carried_pauses: dict[Labels, bytes] = {}
 
@@ -108,20 +95,12 @@ class DirtyThrottle(Probe):
         # Histograms first: a BDI or cgroup that is in them is then known to what is read later.
         self._throttles = self._dump("dirty_throttle")
         self._read_sleepers()
-        known = self._bdis
-        self._bdis = {}
-        for key, value in self._dump("bdis"):
-            bdi = int.from_bytes(key, sys.byteorder)
-            (name,) = self._bdi_name.unpack(value)
-            text = name.split(b"\0", 1)[0].decode("utf-8", "backslashreplace")
-            self._bdis[bdi] = _Bdi(bdi, text, value)
-            if bdi in known:
-                self._bdis[bdi].gone_since = known[bdi].gone_since
+        self._bdis.read()
         self._throttles = self._of_known("dirty_throttle", self._throttles, self._has_known_bdi)
 
     def _has_known_bdi(self, key: bytes) -> bool:
         _, bdi = self._key.unpack(key)
-        return bdi in self._bdis
+        return bdi in self._bdis.known
 
     def _read_sleepers(self) -> None:
         sleepers = self._dump("sleepers")
@@ -142,7 +121,7 @@ class DirtyThrottle(Probe):
         table = Table(self._carried)
         for _, labels, row in self._rows(host.cgroups):
             table.add(labels, row)
-        for labels, row in self._other_rows(self._bdis):
+        for labels, row in self._other_rows(self._bdis.known):
             table.add(labels, row)
         snapshot.histograms.append(
             table.histogram(catalogue.DIRTY_THROTTLE_SECONDS, self._first, self._sleep)
@@ -152,7 +131,7 @@ class DirtyThrottle(Probe):
         )
         asleep = Counter[Labels]()
         for (cgroup, bdi), tasks in self._asleep.items():
-            if bdi not in self._bdis:
+            if bdi not in self._bdis.known:
                 continue
             asleep[self._labels(host.cgroups, cgroup, bdi)] += tasks
         method = "fexit" if self.measured else "requested"
@@ -167,7 +146,7 @@ class DirtyThrottle(Probe):
     def _fill_bdis(self, snapshot: Snapshot) -> None:
         pauses = Table(self._carried_pauses)
         state: dict[str, tuple[int, ...]] = {}
-        for bdi in sorted(self._bdis.values(), key=lambda bdi: bdi.id):
+        for bdi in sorted(self._bdis.known.values(), key=lambda bdi: bdi.id):
             pauses.add((bdi.name,), bdi.value[self._pauses_at])
             # Ids count up: of two that had one name the later one is the one of today.
             state[bdi.name] = self._bdi_state.unpack(bdi.value)
@@ -192,13 +171,13 @@ class DirtyThrottle(Probe):
             snapshot.families.append(family(gauge, rows))
 
     def _labels(self, cgroups: Cgroups, cgroup: int, bdi: int) -> Labels:
-        return cgroups.name(self._hierarchy, cgroup), self._bdis[bdi].name
+        return cgroups.name(self._hierarchy, cgroup), self._bdis.known[bdi].name
 
     def _rows(self, cgroups: Cgroups) -> Iterator[Row]:
         for key, row in self._throttles:
             yield key, self._labels(cgroups, *self._key.unpack(key)), row
 
-    def _other_rows(self, bdis: Mapping[int, _Bdi]) -> Iterator[tuple[Labels, bytes]]:
+    def _other_rows(self, bdis: Mapping[int, Bdi]) -> Iterator[tuple[Labels, bytes]]:
         """What found no room in dirty_throttle, by BDI."""
         for bdi in bdis.values():
             row = bytes(bdi.value[self._other_at])
@@ -206,12 +185,12 @@ class DirtyThrottle(Probe):
                 yield (OTHER, bdi.name), row
 
     def forget(self, gone: set[tuple[int, int]], host: Host, now: float) -> None:
-        dead_bdis = self._dead_bdis(host.devices, now)
+        dead_bdis = self._bdis.dead(host.devices, now)
         dead_cgroups = {cgroup for tree, cgroup in gone if tree == self._hierarchy.id}
         if not dead_bdis and not dead_cgroups:
             return
         cgroups = host.cgroups.labels_in_use(self._hierarchy, gone)
-        bdis = {bdi.name for bdi in self._bdis.values() if bdi.id not in dead_bdis}
+        bdis = self._bdis.names_without(dead_bdis)
 
         def leaving() -> Iterator[tuple[Labels, bytes]]:
             for key, labels, _ in list(self._rows(host.cgroups)):
@@ -231,15 +210,4 @@ class DirtyThrottle(Probe):
             (((bdi.name,), bytes(bdi.value[self._pauses_at])) for bdi in dead_bdis.values()),
             lambda labels: labels[0] in bdis,
         )
-        for bdi in dead_bdis:
-            self.map("bdis").delete(bdi.to_bytes(8, sys.byteorder))
-
-    def _dead_bdis(self, devices: Devices, now: float) -> dict[int, _Bdi]:
-        """BDIs that went long enough ago for their last samples to have been scraped."""
-        latest = {bdi.name: bdi.id for bdi in sorted(self._bdis.values(), key=lambda bdi: bdi.id)}
-        dead = {}
-        for bdi in self._bdis.values():
-            is_there = bdi.id == latest[bdi.name] and devices.has_bdi(bdi.name)
-            if bdi.has_left(is_there, now):
-                dead[bdi.id] = bdi
-        return dead
+        self._bdis.delete(dead_bdis)
