@@ -106,10 +106,25 @@ struct backing_dev_info {
 	char dev_name[64]; /* the name in /sys/class/bdi */
 };
 
+enum wb_state {
+	WB_registered,
+};
+
 struct bdi_writeback {
 	struct backing_dev_info *bdi;
+	unsigned long state;		   /* bits of enum wb_state */
 	unsigned long avg_write_bandwidth; /* pages/s */
 	struct cgroup_subsys_state *memcg_css;
+};
+
+/* Renumbered in 7.0: user space reads the names from the kernel's BTF. */
+enum wb_reason {
+	WB_REASON_BACKGROUND,
+};
+
+struct wb_writeback_work {
+	long nr_pages; /* still to do; LONG_MAX where all is to be written */
+	enum wb_reason reason;
 };
 
 /* Went together with BDI_CAP_WRITEBACK_ACCT, the bit below BDI_CAP_STRICTLIMIT, in 6.17. */
