@@ -53,6 +53,8 @@ struct css_set {
 };
 
 struct task_struct {
+	int pid; /* of the thread */
+	unsigned int in_iowait : 1;
 	struct css_set *cgroups;
 };
 
@@ -117,6 +119,44 @@ struct bdi_writeback {
 	struct cgroup_subsys_state *memcg_css;
 };
 
+struct inode {
+	struct bdi_writeback *i_wb; /* the owner's, with CONFIG_CGROUP_WRITEBACK */
+};
+
+struct address_space {
+	struct inode *host;
+};
+
+struct writeback_control {
+	long nr_to_write;
+};
+
+struct page {
+	struct address_space *mapping;
+};
+
+/* Since 5.16; only in programs that earlier kernels do not load. */
+struct folio {
+	unsigned long flags;
+	struct address_space *mapping;
+	unsigned int _folio_nr_pages; /* of a large one */
+};
+
+/* Of 6.18 at the latest. */
+typedef struct {
+	unsigned long f;
+} memdesc_flags_t;
+
+struct folio___of_6_18 {
+	memdesc_flags_t flags;
+	unsigned int _nr_pages;
+};
+
+/* Renumbered in 6.12 at the latest. */
+enum pageflags {
+	PG_head = 1,
+};
+
 /* Renumbered in 7.0: user space reads the names from the kernel's BTF. */
 enum wb_reason {
 	WB_REASON_BACKGROUND,
@@ -156,6 +196,22 @@ static __always_inline struct gendisk *request_disk(struct request *rq)
 	if (bpf_core_field_exists(old->rq_disk))
 		return old->rq_disk;
 	return rq->q->disk;
+}
+
+static __always_inline __u64 folio_pages(struct folio *folio)
+{
+	struct folio___of_6_18 *late = (void *)folio;
+	unsigned long flags;
+
+	if (bpf_core_field_exists(late->flags.f))
+		flags = late->flags.f;
+	else
+		flags = folio->flags;
+	if (!(flags >> bpf_core_enum_value(enum pageflags, PG_head) & 1))
+		return 1;
+	if (bpf_core_field_exists(late->_nr_pages))
+		return late->_nr_pages;
+	return folio->_folio_nr_pages;
 }
 
 /* BDI_CAP_STRICTLIMIT, a macro, which BTF does not know: bit 2 from 5.10 on, bit 1 since 6.17. */

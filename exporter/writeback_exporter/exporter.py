@@ -32,15 +32,19 @@ from writeback_exporter.probes.base import Probe
 from writeback_exporter.probes.block_io import BlockIo
 from writeback_exporter.probes.cgroup_lifecycle import CgroupLifecycle
 from writeback_exporter.probes.dirty_throttle import DirtyThrottle
+from writeback_exporter.probes.page_flow import PageFlow
+from writeback_exporter.probes.page_wait import PageWait
 from writeback_exporter.probes.work import Work
 from writeback_exporter.settings import Settings
 
 log = logging.getLogger(__name__)
 
-_COLLECTORS: tuple[type[DirtyThrottle | BlockIo | Work], ...] = (
+_COLLECTORS: tuple[type[DirtyThrottle | BlockIo | Work | PageWait | PageFlow], ...] = (
     DirtyThrottle,
     BlockIo,
     Work,
+    PageWait,
+    PageFlow,
 )
 COLLECTORS = {collector.name: collector for collector in _COLLECTORS}
 """What --collector.NAME switches."""
