@@ -25,7 +25,10 @@ from types import TracebackType
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from writeback_exporter import exporter
+from writeback_exporter.metrics.exposition import negotiate, render
 from writeback_exporter.names.cgroups import Hierarchies, Hierarchy, find_hierarchies
+from writeback_exporter.settings import Settings
 
 PROGRAM = Path(sys.executable).with_name("writeback-exporter")
 
@@ -360,3 +363,27 @@ class Exporter:
                 self.stop()
             finally:
                 self.process.kill()
+
+
+@contextmanager
+def exporter_in_process(*collectors: str) -> Iterator[exporter.Exporter]:
+    """An exporter with these collectors in this process, for tests that reach into it."""
+    settings = Settings(
+        listen=(),
+        telemetry_path="/metrics",
+        collectors=frozenset(collectors),
+        procfs="/proc",
+        sysfs="/sys",
+        cgroupfs="/sys/fs/cgroup",
+    )
+    made = exporter.Exporter(settings)
+    try:
+        made.start()
+        yield made
+    finally:
+        made.close()
+
+
+def scrape(running: exporter.Exporter) -> Scrape:
+    """What an exporter in this process would answer."""
+    return Scrape(b"".join(render(running.collect(), negotiate(""))).decode())

@@ -11,6 +11,7 @@ import pytest
 
 from tests import lab
 from tests.host.witness import Witness, witness
+from writeback_exporter.kernel.libbpf import Object
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -50,3 +51,26 @@ def task_cgroup() -> Iterator[lab.Cgroup]:
     """A cgroup of the hierarchy that names throttled tasks."""
     with lab.cgroup(lab.hierarchies().task, f"wbx-task-{os.getpid()}") as made:
         yield made
+
+
+@pytest.fixture
+def plugged(tmp_path: Path) -> Iterator[lab.Disk]:
+    """A loop device that no exporter has seen plugged in."""
+    with lab.loop_disk(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Capacities of maps, set before they are created."""
+    capacities: dict[str, int] = {}
+    load = Object.load
+
+    def load_smaller(self: Object) -> None:
+        for name, entries in capacities.items():
+            if name in self.maps:
+                self.maps[name].max_entries = entries
+        load(self)
+
+    monkeypatch.setattr(Object, "load", load_smaller)
+    return capacities

@@ -9,8 +9,7 @@ import platform
 import shutil
 import struct
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -18,61 +17,14 @@ import pytest
 from tests import lab
 from tests.host.test_cgroup_lifecycle import by_cgroup
 from tests.host.witness import Witness, unless_hidden
-from tests.lab import BUFFERED_WRITER, DIRECT_WRITER, Cgroup, Disk, Scrape
+from tests.lab import BUFFERED_WRITER, DIRECT_WRITER, Cgroup, Disk, exporter_in_process, scrape
 from writeback_exporter import __version__
 from writeback_exporter.exporter import Exporter
 from writeback_exporter.kernel import loader
-from writeback_exporter.kernel.libbpf import Object
 from writeback_exporter.kernel.loader import OBJECTS, Kernel
-from writeback_exporter.metrics.exposition import negotiate, render
 from writeback_exporter.names import cgroups
 from writeback_exporter.probes import base
 from writeback_exporter.probes.block_io import BlockIo
-from writeback_exporter.settings import Settings
-
-
-def scrape(exporter: Exporter) -> Scrape:
-    return Scrape(b"".join(render(exporter.collect(), negotiate(""))).decode())
-
-
-@contextmanager
-def exporter_in_process() -> Iterator[Exporter]:
-    settings = Settings(
-        listen=(),
-        telemetry_path="/metrics",
-        collectors=frozenset({"dirty_throttle", "block_io"}),
-        procfs="/proc",
-        sysfs="/sys",
-        cgroupfs="/sys/fs/cgroup",
-    )
-    exporter = Exporter(settings)
-    try:
-        exporter.start()
-        yield exporter
-    finally:
-        exporter.close()
-
-
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Capacities of maps, set before they are created."""
-    capacities: dict[str, int] = {}
-    load = Object.load
-
-    def load_smaller(self: Object) -> None:
-        for name, entries in capacities.items():
-            if name in self.maps:
-                self.maps[name].max_entries = entries
-        load(self)
-
-    monkeypatch.setattr(Object, "load", load_smaller)
-    return capacities
-
-
-@pytest.fixture
-def plugged(tmp_path: Path) -> Iterator[Disk]:
-    with lab.loop_disk(tmp_path) as disk:
-        yield disk
 
 
 def test_full_block_io_map_collapses_into_other(
@@ -82,7 +34,7 @@ def test_full_block_io_map_collapses_into_other(
 
     def attempt() -> int:
         hidden = witness.hidden(plugged)
-        with exporter_in_process() as exporter:
+        with exporter_in_process("dirty_throttle", "block_io") as exporter:
             for group in ([io_cgroup], []):
                 lab.run_in(group, DIRECT_WRITER, plugged.path, 4096, 50, 0)
             seen = scrape(exporter)
@@ -110,7 +62,10 @@ def test_full_dirty_throttle_map_collapses_into_other(
     tmp_path: Path,
 ) -> None:
     small["dirty_throttle"] = 1
-    with exporter_in_process() as exporter, lab.ext4(plugged, tmp_path) as mount:
+    with (
+        exporter_in_process("dirty_throttle", "block_io") as exporter,
+        lab.ext4(plugged, tmp_path) as mount,
+    ):
         with lab.strict_limit(plugged, 65536):
             for group in ([], [task_cgroup]):
                 lab.run_in(group, BUFFERED_WRITER, mount / f"file{len(group)}", 2 << 20)
@@ -140,7 +95,7 @@ def test_requests_without_a_slot(
 
     def attempt() -> int:
         hidden, before = witness.hidden(plugged), plugged.stats()
-        with exporter_in_process() as exporter:
+        with exporter_in_process("dirty_throttle", "block_io") as exporter:
             lab.run_in([io_cgroup], DIRECT_WRITER, plugged.path, 4096, 500, 0)
             truth = plugged.stats() - before
             seen = scrape(exporter)
@@ -183,7 +138,7 @@ def test_requests_whose_slots_collide(two_slots: None, tmp_path: Path, witness: 
         def attempt() -> int:
             hidden = sum(witness.hidden(disk) for disk in disks)
             before = [disk.stats() for disk in disks]
-            with exporter_in_process() as exporter:
+            with exporter_in_process("dirty_throttle", "block_io") as exporter:
                 writers = [
                     lab.spawn_in([], DIRECT_WRITER, disk.path, 4096, 800, i * 800 * 4096)
                     for i in range(4)
@@ -225,7 +180,7 @@ def test_requests_whose_slots_collide(two_slots: None, tmp_path: Path, witness: 
 
 def test_full_request_map_is_counted_as_dropped(small: dict[str, int], plugged: Disk) -> None:
     small["requests"] = small["requests_spilled"] = 1
-    with exporter_in_process() as exporter:
+    with exporter_in_process("dirty_throttle", "block_io") as exporter:
         processes = [lab.spawn_in([], DIRECT_WRITER, plugged.path, 65536, 200, 0) for _ in range(6)]
         for process in processes:
             process.communicate()
@@ -239,7 +194,7 @@ def test_full_request_map_is_counted_as_dropped(small: dict[str, int], plugged: 
 
 
 def test_a_failed_collector_does_not_fail_the_scrape() -> None:
-    with exporter_in_process() as exporter:
+    with exporter_in_process("dirty_throttle", "block_io") as exporter:
         (probe,) = (p for p in exporter.running if isinstance(p, BlockIo))
         assert probe.bpf
         # Its maps are gone under it, as after a bug of ours.
@@ -255,7 +210,7 @@ def test_a_failed_collector_does_not_fail_the_scrape() -> None:
 def test_lost_cgroup_events_are_made_up_for_by_a_walk(small: dict[str, int], plugged: Disk) -> None:
     small["cgroup_events"] = 4096  # room for some fifty events
     hierarchy = lab.hierarchies().io
-    with exporter_in_process() as exporter, ExitStack() as stack:
+    with exporter_in_process("dirty_throttle", "block_io") as exporter, ExitStack() as stack:
         with exporter.lock:  # so that nobody empties the ring
             groups = [
                 stack.enter_context(lab.cgroup(hierarchy, f"wbx-lost-{os.getpid()}-{i}"))
@@ -293,7 +248,7 @@ def test_series_leave_with_their_cgroup(
         keys, _ = probe.bpf.maps["block_io"].dump()
         return any(owner == cgroup for owner, _ in struct.iter_unpack("=QQ", keys))
 
-    with exporter_in_process() as exporter:
+    with exporter_in_process("dirty_throttle", "block_io") as exporter:
         # On the machine's own disk: a loop device keeps its workers' cgroups for a minute.
         with lab.cgroup(hierarchy, name) as group:
             lab.run_in([group], DIRECT_WRITER, file, 4096, 10, 0)
@@ -333,7 +288,7 @@ def test_a_disk_that_is_unplugged(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     image = tmp_path / "unplugged"
     image.write_bytes(bytes(1 << 20))
-    with exporter_in_process() as exporter:
+    with exporter_in_process("dirty_throttle", "block_io") as exporter:
         for _ in range(2):
             control(0x4C80)  # LOOP_CTL_ADD
             try:

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,39 +11,10 @@ import pytest
 from tests import lab
 from tests.lab import BUFFERED_WRITER, DIRECT_READER, DIRECT_WRITER, Disk
 
+from .kernel import dirty_limits, ftrace
+
 MIB = 1 << 20
 SLOW, FAST = Disk("/dev/vda"), Disk("/dev/vdb")  # 4 MB/s of writes, and unlimited
-TRACING = Path("/sys/kernel/tracing")
-
-
-@contextmanager
-def dirty_limits(background: int, hard: int) -> Iterator[None]:
-    """Global limits in bytes, for a while; this is a guest."""
-    ratios = {
-        name: Path("/proc/sys/vm", name).read_text()
-        for name in ("dirty_background_ratio", "dirty_ratio", "dirty_writeback_centisecs")
-    }
-    try:
-        Path("/proc/sys/vm/dirty_background_bytes").write_text(str(background))
-        Path("/proc/sys/vm/dirty_bytes").write_text(str(hard))
-        Path("/proc/sys/vm/dirty_writeback_centisecs").write_text("10")
-        yield
-    finally:
-        for name, value in ratios.items():
-            Path("/proc/sys/vm", name).write_text(value)
-
-
-@contextmanager
-def ftrace(event: str) -> Iterator[Path]:
-    """A trace event recorded by the kernel itself; the trace when it is over."""
-    enable = TRACING / "events" / event / "enable"
-    (TRACING / "buffer_size_kb").write_text("8192")
-    (TRACING / "trace").write_text("")
-    enable.write_text("1")
-    try:
-        yield TRACING / "trace"
-    finally:
-        enable.write_text("0")
 
 
 def throttle_domains(scrape: lab.Scrape, disk: Disk = SLOW) -> dict[str, float]:

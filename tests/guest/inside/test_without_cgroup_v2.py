@@ -18,7 +18,8 @@ import pytest
 from tests import lab
 from tests.lab import BUFFERED_WRITER, DIRECT_WRITER
 
-from .test_main_signals import FAST, MIB, SLOW, dirty_limits
+from .kernel import dirty_limits
+from .test_main_signals import FAST, MIB, SLOW
 
 TOP = Path("/sys/fs/cgroup")
 

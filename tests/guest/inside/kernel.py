@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tests in a guest set of the kernel, and what it tells of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+TRACING = Path("/sys/kernel/tracing")
+
+
+@contextmanager
+def vm(**settings: str) -> Iterator[None]:
+    """Settings in /proc/sys/vm, for a while; this is a guest."""
+    before = {name: Path("/proc/sys/vm", name).read_text() for name in settings}
+    try:
+        for name, value in settings.items():
+            Path("/proc/sys/vm", name).write_text(value)
+        yield
+    finally:
+        for name, value in before.items():
+            Path("/proc/sys/vm", name).write_text(value)
+
+
+@contextmanager
+def dirty_limits(background: int, hard: int, interval: int = 10) -> Iterator[None]:
+    """Global limits in bytes, for a while, and how often flushers look for old pages, in 1/100 s;
+    0 is never."""
+    with ExitStack() as stack:
+        # To set a ratio again puts its limit in bytes out of force.
+        for name in ("dirty_background_ratio", "dirty_ratio"):
+            file = Path("/proc/sys/vm", name)
+            stack.callback(file.write_text, file.read_text())
+        stack.enter_context(vm(dirty_writeback_centisecs=str(interval)))
+        Path("/proc/sys/vm/dirty_background_bytes").write_text(str(background))
+        Path("/proc/sys/vm/dirty_bytes").write_text(str(hard))
+        yield
+
+
+@contextmanager
+def ftrace(*events: str) -> Iterator[Path]:
+    """Trace events recorded by the kernel itself; the trace when it is over."""
+    switches = [TRACING / "events" / event / "enable" for event in events]
+    (TRACING / "buffer_size_kb").write_text("8192")
+    (TRACING / "trace").write_text("")
+    for switch in switches:
+        switch.write_text("1")
+    try:
+        yield TRACING / "trace"
+    finally:
+        for switch in switches:
+            switch.write_text("0")
+
+
+def vmstat(name: str) -> int:
+    """A counter of /proc/vmstat, with what the CPUs had not yet added to it."""
+    Path("/proc/sys/vm/stat_refresh").write_text("1")
+    for line in Path("/proc/vmstat").read_text().splitlines():
+        if line.startswith(f"{name} "):
+            return int(line.split()[1])
+    raise AssertionError(f"no {name} in /proc/vmstat")

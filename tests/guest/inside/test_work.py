@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writeback work by reason, against the kernel's own trace and its count of pages written."""
+
+from __future__ import annotations
+
+import mmap
+import re
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests import lab
+from tests.lab import BUFFERED_WRITER, Disk, Scrape
+
+from .kernel import dirty_limits, ftrace, vm, vmstat
+
+MIB = 1 << 20
+SLOW, FAST = Disk("/dev/vda"), Disk("/dev/vdb")  # 4 MB/s of writes, and unlimited
+EVENTS = [
+    f"writeback/writeback_{event}"
+    for event in ("queue", "exec", "start", "written", "pages_written")
+]
+# "kworker/u4:1-31 [000] .... 12.3: writeback_start: bdi 254:0: ... reason=background cgroup_ino=1"
+LINE = re.compile(
+    r"-(?P<tid>\d+) .*: writeback_(?P<event>\w+): "
+    r"(?:bdi (?P<bdi>\S+): .*nr_pages=(?P<pages>-?\d+) .*reason=(?P<reason>\w+))?"
+)
+
+
+def traced(trace: Path, disk: Disk) -> tuple[Counter[str], Counter[str]]:
+    """Works of the disk by reason, and pages that they wrote."""
+    works, written = Counter[str](), Counter[str]()
+    doing: dict[str, str] = {}
+    left: dict[str, int] = {}
+    for line in trace.read_text().splitlines():
+        match = LINE.search(line)
+        if not match or match["event"] == "queue":
+            continue
+        tid, event, reason, bdi = match["tid"], match["event"], match["reason"], match["bdi"]
+        if event == "pages_written":
+            doing.pop(tid, None)
+        elif bdi == disk.dev:
+            if event == "exec" or (event == "start" and doing.get(tid) != reason):
+                works[reason] += 1
+                doing[tid] = reason
+            if event == "start":
+                left[tid] = int(match["pages"])
+            elif event == "written":
+                written[reason] += left[tid] - int(match["pages"])
+    return works, written
+
+
+def by_reason(scrape: Scrape, name: str, disk: Disk = FAST) -> dict[str, int]:
+    return {
+        dict(series)["reason"]: int(value)
+        for series, value in scrape.select(name, bdi=disk.dev).items()
+        if value
+    }
+
+
+def in_background(mount: Path) -> None:
+    lab.run_in([], BUFFERED_WRITER, mount / "file", 8 * MIB)
+    time.sleep(0.5)
+
+
+def by_age(mount: Path) -> None:
+    with vm(dirty_expire_centisecs="20", dirty_writeback_centisecs="10"):
+        lab.run_in([], BUFFERED_WRITER, mount / "file", 2 * MIB)
+        time.sleep(1)
+
+
+def by_sync(mount: Path) -> None:
+    lab.run_in([], BUFFERED_WRITER, mount / "file", 3 * MIB)
+    lab.sh("sync", "-f", mount)
+
+
+def by_reclaim(mount: Path) -> None:
+    """A cgroup full of dirty pages is given less memory: reclaim wakes the flusher."""
+    with lab.cgroup(lab.hierarchies().io, "reclaimed") as group:
+        lab.run_in([group], BUFFERED_WRITER, mount / "file", 8 * MIB)
+        (group.directory / "memory.high").write_text(str(MIB))
+        time.sleep(0.5)
+        (group.directory / "memory.high").write_text("max")
+
+
+@pytest.mark.parametrize(
+    ("reason", "provoke", "limit"),
+    [
+        ("background", in_background, MIB),
+        ("periodic", by_age, 400 * MIB),
+        ("sync", by_sync, 400 * MIB),
+        ("vmscan", by_reclaim, 400 * MIB),
+    ],
+)
+def test_each_work_and_each_page(
+    tmp_path: Path, reason: str, provoke: Callable[[Path], None], limit: int
+) -> None:
+    with lab.ext4(FAST, tmp_path) as mount, dirty_limits(limit, 500 * MIB, interval=0):
+        lab.sh("sync")
+        with lab.Exporter("--no-collector.block_io") as exporter:
+            with ftrace(*EVENTS) as trace:
+                before = vmstat("nr_written")
+                provoke(mount)
+                written = vmstat("nr_written") - before
+            scrape = exporter.scrape()
+            works, pages = traced(trace, FAST)
+
+            assert by_reason(scrape, "work_seconds_count") == works
+            assert works[reason] > 0
+            size = by_reason(scrape, "work_bytes_total")
+            assert size == {why: n * mmap.PAGESIZE for why, n in pages.items() if n}
+            if reason == "sync":
+                # The caller itself writes the file system's metadata.
+                assert size["sync"] == 3 * MIB
+            else:
+                assert sum(size.values()) == written * mmap.PAGESIZE
+                assert size[reason] > MIB
+            assert not any(scrape.select("work_oldest_seconds", bdi=FAST.dev).values())
+            assert not any(scrape.select("exporter_map_dropped_total").values())
+
+
+def test_the_oldest_work_that_is_not_done(tmp_path: Path) -> None:
+    with lab.ext4(SLOW, tmp_path) as mount, dirty_limits(400 * MIB, 500 * MIB, interval=0):
+        lab.sh("sync")
+        # Few and small requests, so that the flusher waits for the disk.
+        with lab.Exporter() as exporter, SLOW.queue(nr_requests="4", max_sectors_kb="64"):
+            lab.run_in([], BUFFERED_WRITER, mount / "file", 8 * MIB)
+            begin = time.monotonic()
+            sync = lab.spawn_in([], "os.sync()")
+            ages = []
+            while sync.poll() is None:
+                ages.append(
+                    exporter.scrape().sum("work_oldest_seconds", bdi=SLOW.dev, reason="sync")
+                )
+                # No older than the call.
+                assert ages[-1] <= time.monotonic() - begin
+            sync.communicate()
+            scrape = exporter.scrape()
+    assert max(ages) > 0.5
+    # The disk does 4 MiB/s, and QEMU lets a tenth of a second's worth through at once.
+    assert scrape.sum("work_seconds_sum", bdi=SLOW.dev, reason="sync") > 1
+    assert scrape.sum("work_oldest_seconds", bdi=SLOW.dev) == 0
+    assert scrape.sum("work_bytes_total", bdi=SLOW.dev) >= 8 * MIB
