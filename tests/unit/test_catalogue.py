@@ -27,6 +27,8 @@ from writeback_exporter.metrics.exposition import (
 )
 from writeback_exporter.probes.block_io import BlockIo
 from writeback_exporter.probes.dirty_throttle import DirtyThrottle
+from writeback_exporter.probes.page_wait import PageWait
+from writeback_exporter.probes.work import Work
 
 HISTOGRAMS = [metric for metric in ALL if metric.kind is Kind.HISTOGRAM]
 KERNEL_UNIT = {"seconds": Fraction(1, 10**9), "bytes": Fraction(1), "": Fraction(1)}
@@ -38,6 +40,8 @@ EXPONENTS = {
     "block_io_size_bytes": ("block_io", "io_size_exponents"),
     "block_io_depth": ("block_io", "io_depth_exponents"),
     "dirty_throttle_seconds": ("dirty_throttle", "pause_exponents"),
+    "work_seconds": ("work", "work_exponents"),
+    "page_wait_seconds": ("page_wait", "page_wait_exponents"),
 }
 """Object and enum that tell the range of the kernel's slots."""
 
@@ -174,6 +178,8 @@ def test_probes_have_slots_for_every_histogram() -> None:
         "block_io_size_bytes": block_io.struct("io_histograms").fields["size_slots"],
         "block_io_depth": block_io.struct("io_depth").fields["slots"],
         "dirty_throttle_seconds": throttle.struct("throttle").fields["slept_slots"],
+        "work_seconds": Work().file.struct("work").fields["slots"],
+        "page_wait_seconds": PageWait().file.struct("page_wait").fields["slots"],
     }
     assert {PREFIX + name for name in fields} == {metric.name for metric in HISTOGRAMS}
     for name, field in fields.items():

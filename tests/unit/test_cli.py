@@ -32,7 +32,13 @@ from writeback_exporter.names.cgroups import find_hierarchies
 EXPORTER = str(Path(sys.executable).parent / "writeback-exporter")
 HANG = 60
 """Seconds after which a run is taken to hang."""
-FEATURES = {"dirty_throttle", "block_io", "cgroup_lifecycle"}
+FEATURES = {
+    "dirty_throttle",
+    "block_io",
+    "work",
+    "page_wait",
+    "cgroup_lifecycle",
+}
 """Those that need a right."""
 
 Completed = subprocess.CompletedProcess[str]
@@ -320,8 +326,10 @@ def test_unusable_libbpf(tmp_path: Path, kind: str) -> None:
     said = run("doctor", environment={"LD_LIBRARY_PATH": str(tmp_path)})
     assert (said.returncode, said.stderr) == (1, "")
     assert said.stdout.count("libbpf.so.1 cannot be used") == len(FEATURES)
-    assert said.stdout.count("install libbpf 1.0 or newer (Debian package libbpf1)") == 3
-    assert said.stdout.count("[no libbpf]") == 3
+    assert said.stdout.count("install libbpf 1.0 or newer (Debian package libbpf1)") == len(
+        FEATURES
+    )
+    assert said.stdout.count("[no libbpf]") == len(FEATURES)
 
 
 # A user without rights ---------------------------------------------------------------------------

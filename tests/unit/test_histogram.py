@@ -46,9 +46,11 @@ SLOTS_OF = {
     catalogue.BLOCK_IO_SIZE_BYTES: ("block_io", "io_size_exponents", "IO_SIZE"),
     catalogue.BLOCK_IO_DEPTH: ("block_io", "io_depth_exponents", "IO_DEPTH"),
     catalogue.DIRTY_THROTTLE_SECONDS: ("dirty_throttle", "pause_exponents", "PAUSE"),
+    catalogue.WORK_SECONDS: ("work", "work_exponents", "WORK"),
+    catalogue.PAGE_WAIT_SECONDS: ("page_wait", "page_wait_exponents", "PAGE_WAIT"),
 }
 """Object, enum, and what the names of the enum's first and last exponent begin with."""
-OBJECTS = {name: open_file(name) for name in ("block_io", "dirty_throttle")}
+OBJECTS = {name: open_file(name) for name, _, _ in SLOTS_OF.values()}
 EXACT_SCALE = {"seconds": Fraction(1, 10**9), "bytes": Fraction(1), "": Fraction(1)}
 """The kernel's unit in the metric's, by unit."""
 

@@ -28,8 +28,19 @@ from writeback_exporter.kernel import loader
 from writeback_exporter.kernel.layout import BadObject, Field, Layout, ObjectFile
 from writeback_exporter.kernel.loader import OBJECTS, open_file
 
-NAMES = ("block_io", "cgroup_lifecycle", "dirty_throttle")
-INNER = {"block_io": ("io_histograms", "io_depth"), "dirty_throttle": ("throttle",)}
+NAMES = (
+    "block_io",
+    "cgroup_lifecycle",
+    "dirty_throttle",
+    "page_flow",
+    "page_wait",
+    "work",
+)
+INNER = {
+    "block_io": ("io_histograms", "io_depth"),
+    "dirty_throttle": ("throttle",),
+    "work": ("work",),
+}
 """Structs that are asked for by name, and not as a map's key or value."""
 BYTES = {name: (OBJECTS / f"{name}.bpf.o").read_bytes() for name in NAMES}
 CODES = {1: "B", 2: "H", 4: "I", 8: "Q"}

@@ -218,7 +218,8 @@ WORK_SECONDS = _metric(
     "work_seconds",
     Kind.HISTOGRAM,
     "Duration of a piece of writeback work, by BDI and by why it was done: from when it was "
-    "queued, or where the flusher began by itself from its begin, to its end.",
+    "queued, or where the flusher began by itself from its begin, until all of it was sent to the "
+    "device. Periodic work that finds nothing to write is observed too.",
     ("bdi", "reason"),
     "seconds",
     _WORK,
@@ -227,7 +228,8 @@ WORK_SECONDS = _metric(
 WORK_BYTES = _metric(
     "work_bytes",
     Kind.COUNTER,
-    "Bytes that writeback work wrote, by BDI and by why it was done.",
+    "Bytes that flushers wrote, by BDI and by why. What tasks write themselves, as in fsync, is "
+    "not among them.",
     ("bdi", "reason"),
     "bytes",
 )
@@ -241,7 +243,8 @@ WORK_OLDEST_SECONDS = _metric(
 PAGE_WAIT_SECONDS = _metric(
     "page_wait_seconds",
     Kind.HISTOGRAM,
-    "Time tasks of the cgroup waited for pages that were under writeback, one observation a wait.",
+    "Time tasks of the cgroup waited for pages that were under writeback, one observation a page "
+    "that they waited for.",
     ("cgroup",),
     "seconds",
     _WAIT,
@@ -250,14 +253,16 @@ PAGE_WAIT_SECONDS = _metric(
 PAGE_DIRTIED_BYTES = _metric(
     "page_dirtied_bytes",
     Kind.COUNTER,
-    "Page cache that tasks of the cgroup made dirty.",
+    "Page cache that tasks of the cgroup made dirty. A page that writeback could not write and "
+    "made dirty again counts again, for the flusher.",
     ("cgroup",),
     "bytes",
 )
 PAGE_WRITTEN_BYTES = _metric(
     "page_written_bytes",
     Kind.COUNTER,
-    "Page cache that was written back of inodes that the cgroup owns.",
+    "Page cache that was written back of inodes that the cgroup owns, without swap. Where fentry "
+    "is not allowed only what flushers wrote: fsync and reclaim are then missing.",
     ("cgroup",),
     "bytes",
 )
