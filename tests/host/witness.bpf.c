@@ -31,11 +31,22 @@ struct bdi_writeback {
 	struct backing_dev_info *bdi;
 } __attribute__((preserve_access_index));
 
-/* what: 0 issue, 1 requeue, 2 completion with data or of a flush, 3 its bytes; 4 pauses, 5 ticks */
+enum wb_reason {
+	WB_REASON_BACKGROUND,
+};
+
+struct wb_writeback_work {
+	enum wb_reason reason;
+} __attribute__((preserve_access_index));
+
+/*
+ * what: 0 issue, 1 requeue, 2 completion with data or of a flush, 3 its bytes; 4 pauses, 5 ticks;
+ * 6 queued writeback work; 7 waits for pages
+ */
 struct key {
 	__u64 what;
 	__u64 major; /* or the BDI's name, its first 8 bytes */
-	__u64 minor; /* or the cgroup's id */
+	__u64 minor; /* or the cgroup's id; or why the work was queued */
 };
 
 struct {
@@ -115,4 +126,25 @@ SEC("raw_tp/balance_dirty_pages")
 int throttle_8(struct bpf_raw_tracepoint_args *ctx)
 {
 	return throttled((struct bdi_writeback *)ctx->args[0], ctx->args[6]);
+}
+
+SEC("raw_tp/writeback_queue")
+int work(struct bpf_raw_tracepoint_args *ctx)
+{
+	struct bdi_writeback *wb = (struct bdi_writeback *)ctx->args[0];
+	struct key key = { .what = 6 };
+
+	bpf_probe_read_kernel_str(&key.major, 8, BPF_CORE_READ(wb, bdi)->dev_name);
+	key.minor = BPF_CORE_READ((struct wb_writeback_work *)ctx->args[1], reason);
+	count(key, 1);
+	return 0;
+}
+
+SEC("raw_tp/folio_wait_writeback")
+int page_wait(struct bpf_raw_tracepoint_args *ctx)
+{
+	struct key key = { .what = 7, .minor = bpf_get_current_cgroup_id() };
+
+	count(key, 1);
+	return 0;
 }

@@ -21,13 +21,14 @@ from pathlib import Path
 from tests import lab
 from writeback_exporter.kernel.libbpf import KernelBtf
 
-_ISSUED, _REQUEUED, _COMPLETED, _BYTES, _PAUSES, _TICKS = range(6)
+_ISSUED, _REQUEUED, _COMPLETED, _BYTES, _PAUSES, _TICKS, _WORK, _PAGE_WAITS = range(8)
 
 
 _PROGRAMS = {
     "issue": "block_rq_issue",
     "requeue": "block_rq_requeue",
     "complete": "block_rq_complete",
+    "work": "writeback_queue",
 }
 
 
@@ -39,6 +40,10 @@ def _attach(program: Path, tracepoint: str) -> int:
     )
     assert descriptor >= 0, f"{tracepoint}: {os.strerror(-descriptor)}"
     return descriptor
+
+
+def _first_bytes(bdi: str) -> int:
+    return int.from_bytes(bdi.encode()[:7].ljust(8, b"\0"), "little")
 
 
 class Witness:
@@ -65,9 +70,26 @@ class Witness:
         counts = [seen.get((what, major, minor), 0) for what in (_ISSUED, _REQUEUED, _COMPLETED)]
         return counts[0] - counts[1] - counts[2]
 
+    def queued(self, bdi: str) -> dict[int, int]:
+        """Writeback work that was queued for a BDI, by why (enum wb_reason)."""
+        name = _first_bytes(bdi)
+        return {
+            reason: count
+            for (what, on, reason), count in self._seen().items()
+            if (what, on) == (_WORK, name)
+        }
+
+    def page_waits(self) -> dict[int, int]:
+        """Waits for pages under writeback, by cgroup id."""
+        return {
+            cgroup: count
+            for (what, _, cgroup), count in self._seen().items()
+            if what == _PAGE_WAITS
+        }
+
     def pauses(self, bdi: str) -> dict[int, tuple[int, int]]:
         """Pauses on a BDI and the ticks they asked for, by cgroup id."""
-        name = int.from_bytes(bdi.encode()[:7].ljust(8, b"\0"), "little")
+        name = _first_bytes(bdi)
         seen = self._seen()
         return {
             cgroup: (count, seen[_TICKS, name, cgroup])
@@ -91,8 +113,14 @@ def witness(directory: Path) -> Iterator[Witness]:
         lab.sh("bpftool", "prog", "loadall", built, programs, "pinmaps", maps)
         kernel = KernelBtf()
         throttle = f"throttle_{kernel.tracepoint_arity('balance_dirty_pages')}"
+        # Up to 5.15 it has another name.
+        has_folios = kernel.tracepoint_arity("folio_wait_writeback") is not None
         kernel.close()
-        for program, tracepoint in {**_PROGRAMS, throttle: "balance_dirty_pages"}.items():
+        more = {
+            throttle: "balance_dirty_pages",
+            "page_wait": "folio_wait_writeback" if has_folios else "wait_on_page_writeback",
+        }
+        for program, tracepoint in {**_PROGRAMS, **more}.items():
             descriptors.append(_attach(programs / program, tracepoint))
         yield Witness(maps / "seen")
     finally:
