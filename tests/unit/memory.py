@@ -5,12 +5,15 @@ values is the object's own."""
 from __future__ import annotations
 
 import struct
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Generic, TypeVar
+from types import SimpleNamespace
+from typing import Generic, TypeVar, cast
 
 from writeback_exporter.collector import Host
 from writeback_exporter.kernel.layout import Layout
+from writeback_exporter.kernel.libbpf import Object
 from writeback_exporter.metrics.exposition import Snapshot
 from writeback_exporter.names.cgroups import (
     RETENTION_SECONDS,
@@ -58,6 +61,19 @@ def changed(layout: Layout, before: bytes | None, values: Values) -> bytes:
         numbers = value if isinstance(value, list) else [value]
         struct.pack_into(f"={field.count}{field.code}", content, field.offset, *numbers)
     return bytes(content)
+
+
+def in_memory(probe: Probe, **value_sizes: int) -> dict[str, Memory]:
+    """Gives a probe maps whose keys are cgroups, with values of these sizes."""
+    maps = {name: Memory(8, size, 16384) for name, size in value_sizes.items()}
+    probe.bpf = cast(Object, SimpleNamespace(maps=maps))
+    return maps
+
+
+def put(bpf_map: Memory, cgroup: int, *numbers: int) -> None:
+    """Sets a cgroup's row, 64 bit counters."""
+    row = struct.pack(f"={len(numbers)}Q", *numbers)
+    bpf_map.update(cgroup.to_bytes(8, sys.byteorder), row)
 
 
 Scraped = TypeVar("Scraped")
