@@ -32,10 +32,11 @@ from tests.bench.tables import Reach, print_table
 from writeback_exporter import __version__
 from writeback_exporter.kernel.layout import ObjectFile
 from writeback_exporter.kernel.libbpf import Object, enable_stats
-from writeback_exporter.kernel.loader import Kernel
+from writeback_exporter.kernel.loader import Kernel, load, open_file
 from writeback_exporter.probes.base import Probe
 from writeback_exporter.probes.block_io import BlockIo
 from writeback_exporter.probes.dirty_throttle import DirtyThrottle, ticks_per_second
+from writeback_exporter.probes.page_wait import PageWait
 
 ROOT = Path(__file__).parents[2]
 AT_MOST = 0.5
@@ -320,6 +321,57 @@ def throttling(kernel: Kernel, rounds: int) -> None:
     )
 
 
+# Context switches ---------------------------------------------------------------------------------
+
+
+class PingPong:
+    """Two processes on one CPU that wake each other: nothing but context switches."""
+
+    _CODE = """
+import os, sys
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+(read, answer), (hear, write) = os.pipe(), os.pipe()
+times = int(sys.argv[1])
+if not os.fork():
+    for _ in range(times):
+        os.read(read, 1)
+        os.write(write, b"x")
+    os._exit(0)
+for _ in range(times):
+    os.write(answer, b"x")
+    os.read(hear, 1)
+"""
+
+    def warm_up(self) -> None:
+        self._switch(1000)
+
+    def run(self) -> int:
+        self._switch(20_000)
+        return 0
+
+    def _switch(self, times: int) -> None:
+        subprocess.run([sys.executable, "-I", "-S", "-c", self._CODE, str(times)], check=True)
+
+
+def switches(rounds: int) -> None:
+    """What page_wait costs a context switch where fexit is refused, while nobody waits for a page
+    and while somebody does."""
+    with ExitStack() as stack:
+        contenders = [from_here(stack, "nothing", "nothing", {"switch": "nothing_switched"})]
+        for label, waiting in (("ours, nobody waits", 0), ("ours, somebody waits", 1)):
+            bpf = load(open_file(PageWait.name), [], {"memory_v1": 0}, also=["switched"])
+            stack.callback(bpf.close)
+            (counter,) = (m for name, m in bpf.maps.items() if name.endswith(".bss"))
+            counter.update(bytes(4), waiting.to_bytes(counter.value_size, sys.byteorder))
+            contenders.append(Contender(label, bpf, {"switch": "switched"}))
+        figures = take_turns(contenders, rounds, PingPong())
+    print_table(
+        "Waits for pages without fexit, ns per context switch",
+        ("", "all"),
+        [[label, *of.cells(())] for label, of in figures.items()],
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> list[Reach]:
     """Measures and prints; what is to be reached."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -333,6 +385,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Reach]:
                 print(reach, flush=True)
                 reaches.append(reach)
         throttling(kernel, max(1, options.rounds // 5))
+        switches(max(1, options.rounds // 5))
     finally:
         kernel.close()
     return reaches

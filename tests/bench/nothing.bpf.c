@@ -21,3 +21,9 @@ int nothing_throttled(__u64 *ctx)
 {
 	return 0;
 }
+
+SEC("tp_btf/sched_switch")
+int nothing_switched(__u64 *ctx)
+{
+	return 0;
+}

@@ -35,7 +35,14 @@ def io_stat(group: lab.Cgroup, disk: Disk) -> dict[str, int]:
 
 def test_doctor() -> None:
     report = lab.sh(lab.PROGRAM, "doctor")
-    for feature in ("dirty_throttle", "dirty_throttle_measured_sleep", "block_io"):
+    for feature in (
+        "dirty_throttle",
+        "dirty_throttle_measured_sleep",
+        "block_io",
+        "work",
+        "page_wait",
+        "page_wait_exact_end",
+    ):
         assert re.search(rf"^ok +{feature}$", report, re.MULTILINE), report
     assert "The main signals work here." in report
 
