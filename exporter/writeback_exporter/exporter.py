@@ -163,7 +163,7 @@ class Exporter:
 
     def _warn_of_full_maps(self, runs: list[_Run]) -> None:
         full = {
-            name: use
+            f"{run.probe.name}/{name}": use
             for run in runs
             if run.probe
             for name, use in run.probe.use.items()
@@ -217,7 +217,9 @@ class _Run:
     def inspect(self) -> None:
         """How its maps and programs are."""
         if self.probe:
-            self.drops = self.probe.drops()
+            self.drops = {
+                f"{self.probe.name}/{name}": count for name, count in self.probe.drops().items()
+            }
             self.programs = {
                 f"{self.probe.name}/{program.name}": program.runs()
                 for program in self.probe.programs()
@@ -239,7 +241,7 @@ def _about_collectors(runs: list[_Run]) -> list[Family]:
 
 def _about_maps(runs: list[_Run]) -> list[Family]:
     probes = [run.probe for run in runs if run.probe and run.error is None]
-    use = {m: use for probe in probes for m, use in probe.use.items()}
+    use = {f"{probe.name}/{m}": use for probe in probes for m, use in probe.use.items()}
     drops = {m: count for run in runs for m, count in run.drops.items()}
     programs = {p: counts for run in runs for p, counts in run.programs.items()}
     return [

@@ -46,9 +46,9 @@ def test_full_block_io_map_collapses_into_other(
             assert counts["other"] >= 50
             size = seen.sum("block_io_size_bytes_sum", device=plugged.name, op="write")
             assert size == 100 * 4096
-        assert seen.sum("exporter_map_dropped_total", map="block_io") >= 50
-        assert seen.sum("exporter_map_entries", map="block_io") == 1
-        assert seen.sum("exporter_map_capacity", map="block_io") == 1
+        assert seen.sum("exporter_map_dropped_total", map="block_io/block_io") >= 50
+        assert seen.sum("exporter_map_entries", map="block_io/block_io") == 1
+        assert seen.sum("exporter_map_capacity", map="block_io/block_io") == 1
         return hidden
 
     unless_hidden(attempt)
@@ -72,7 +72,9 @@ def test_full_dirty_throttle_map_collapses_into_other(
         counts = by_cgroup(scrape(exporter), "dirty_throttle_seconds_count", bdi=plugged.dev)
         seen = witness.pauses(plugged.dev)
         pauses = sum(count for count, _ in seen.values())
-        dropped = scrape(exporter).sum("exporter_map_dropped_total", map="dirty_throttle")
+        dropped = scrape(exporter).sum(
+            "exporter_map_dropped_total", map="dirty_throttle/dirty_throttle"
+        )
     assert sum(counts.values()) == pauses
     assert counts["other"] == seen[task_cgroup.id][0] > 0
     assert dropped >= counts["other"]
@@ -218,7 +220,7 @@ def test_lost_cgroup_events_are_made_up_for_by_a_walk(small: dict[str, int], plu
             ]
         lab.run_in([groups[-1]], DIRECT_WRITER, plugged.path, 4096, 5, 0)
         seen = scrape(exporter)
-        assert seen.sum("exporter_map_dropped_total", map="cgroup_events") > 0
+        assert seen.sum("exporter_map_dropped_total", map="cgroup_lifecycle/cgroup_events") > 0
         writers = by_cgroup(seen, "block_io_size_bytes_count", device=plugged.name, op="write")
         assert writers.keys() == {groups[-1].label}
         assert seen.sum("exporter_cgroups", state="live") >= 200

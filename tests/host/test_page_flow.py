@@ -32,7 +32,7 @@ def test_a_writer(
             assert scrape.values(name, "cgroup") == {OTHER}
             assert scrape.sum(name) >= 4 * MIB
         for name in full:
-            assert scrape.sum("exporter_map_dropped_total", map=name) > 0
+            assert scrape.sum("exporter_map_dropped_total", map=f"page_flow/{name}") > 0
     else:
         dirtied = scrape.sum("page_dirtied_bytes_total", cgroup=task_cgroup.label)
         assert dirtied == 4 * MIB

@@ -52,7 +52,9 @@ def test_full_page_wait_map_collapses_into_other(
     assert {dict(series)["cgroup"] for series in counts} == {OTHER}
     # Others may wait as well, and be just about to.
     assert witness.page_waits()[task_cgroup.id] <= sum(counts.values()) <= waits
-    assert scrape.sum("exporter_map_dropped_total", map="page_wait") == sum(counts.values())
+    assert scrape.sum("exporter_map_dropped_total", map="page_wait/page_wait") == sum(
+        counts.values()
+    )
 
 
 def test_full_page_waiters_map(
@@ -66,5 +68,5 @@ def test_full_page_waiters_map(
         lab.run_in([task_cgroup], FSYNC, mount / "file", MIB)
         scrape = lab.scrape(exporter)
         truth = witness.page_waits()[task_cgroup.id]
-    assert scrape.sum("exporter_map_dropped_total", map="page_waiters") >= truth > 0
+    assert scrape.sum("exporter_map_dropped_total", map="page_wait/page_waiters") >= truth > 0
     assert scrape.sum("page_wait_seconds_count", cgroup=task_cgroup.label) == 0

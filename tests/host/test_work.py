@@ -74,7 +74,7 @@ def test_full_maps(
         write_and_sync(mount, 2 * MIB)
         scrape = lab.scrape(exporter)
         works = queued(witness, plugged)["sync"] - before
-    dropped = scrape.sum("exporter_map_dropped_total", map=full)
+    dropped = scrape.sum("exporter_map_dropped_total", map=f"work/{full}")
     assert dropped >= works > 0
     counts = by_reason(scrape, "work_seconds_count", plugged)
     if full == "queued":  # counted from when it was begun

@@ -16,11 +16,11 @@ from writeback_exporter.probes.page_flow import PageFlow
 def flow(snapshot: Snapshot) -> tuple[dict[str, float], dict[str, float]]:
     """Bytes dirtied and written, by cgroup."""
     dirtied, written = snapshot.families
-    names = catalogue.PAGE_DIRTIED_BYTES.name, catalogue.PAGE_WRITTEN_BYTES.name
-    assert (dirtied.name, written.name) == names
+    assert dirtied.metric is catalogue.PAGE_DIRTIED_BYTES
+    assert written.metric is catalogue.PAGE_WRITTEN_BYTES
     return (
-        {sample.labels["cgroup"]: sample.value for sample in dirtied.samples},
-        {sample.labels["cgroup"]: sample.value for sample in written.samples},
+        {cgroup: value for (cgroup,), value in dirtied.rows},
+        {cgroup: value for (cgroup,), value in written.rows},
     )
 
 

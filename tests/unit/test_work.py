@@ -29,12 +29,12 @@ class Scraped:
     def __init__(self, snapshot: Snapshot) -> None:
         (self.duration,) = snapshot.histograms
         self.rows = {labels: (sum(slots), total) for labels, slots, total in self.duration.rows()}
-        self.families = {family.name: family for family in snapshot.families}
+        self.families = {family.metric: family for family in snapshot.families}
 
     def of(self, metric: Metric) -> dict[Labels, float]:
-        samples = self.families[metric.name].samples
-        found = {tuple(s.labels[name] for name in metric.labels): s.value for s in samples}
-        assert len(found) == len(samples), "a series is there twice"
+        rows = self.families[metric].rows
+        found = dict(rows)
+        assert len(found) == len(rows), "a series is there twice"
         return found
 
     @property

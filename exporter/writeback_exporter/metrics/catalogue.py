@@ -796,7 +796,7 @@ EXPORTER_COLLECTOR_SUCCESS = _metric(
 EXPORTER_MAP_ENTRIES = _metric(
     "exporter_map_entries",
     Kind.GAUGE,
-    "Entries in the BPF map.",
+    "Entries in the BPF map, which is named OBJECT/MAP.",
     ("map",),
 )
 EXPORTER_MAP_CAPACITY = _metric(

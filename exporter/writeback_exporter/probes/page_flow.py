@@ -6,14 +6,12 @@ from __future__ import annotations
 import mmap
 import struct
 
-from prometheus_client.metrics_core import Metric as PrometheusMetric
-
 from writeback_exporter.collector import Host
 from writeback_exporter.features import Feature, Refused
 from writeback_exporter.kernel.loader import Kernel, load
 from writeback_exporter.metrics import catalogue
 from writeback_exporter.metrics.catalogue import Metric
-from writeback_exporter.metrics.exposition import Snapshot, family
+from writeback_exporter.metrics.exposition import Family, Snapshot, family
 from writeback_exporter.names.cgroups import Cgroups, Hierarchies
 from writeback_exporter.probes.base import CgroupMap, Probe
 
@@ -68,6 +66,6 @@ class PageFlow(Probe):
         self._written.forget(gone, host.cgroups)
 
 
-def _bytes(metric: Metric, pages: CgroupMap, cgroups: Cgroups) -> PrometheusMetric:
+def _bytes(metric: Metric, pages: CgroupMap, cgroups: Cgroups) -> Family:
     rows = pages.table(cgroups).rows.items()
     return family(metric, ((labels, _PAGES.unpack(row)[0] * mmap.PAGESIZE) for labels, row in rows))
