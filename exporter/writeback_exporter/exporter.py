@@ -20,6 +20,7 @@ from writeback_exporter import __version__
 from writeback_exporter.collector import Collector, Host
 from writeback_exporter.features import Feature, Refused
 from writeback_exporter.files.base import Reader
+from writeback_exporter.files.pressure import Pressure
 from writeback_exporter.kernel import libbpf
 from writeback_exporter.kernel.loader import Kernel
 from writeback_exporter.metrics import catalogue
@@ -39,12 +40,13 @@ from writeback_exporter.settings import Settings
 
 log = logging.getLogger(__name__)
 
-_COLLECTORS: tuple[type[DirtyThrottle | BlockIo | Work | PageWait | PageFlow], ...] = (
+_COLLECTORS: tuple[type[Collector], ...] = (
     DirtyThrottle,
     BlockIo,
     Work,
     PageWait,
     PageFlow,
+    Pressure,
 )
 COLLECTORS = {collector.name: collector for collector in _COLLECTORS}
 """What --collector.NAME switches."""
@@ -117,7 +119,12 @@ class Exporter:
             self._found += [Feature(collector.name, True), *more]
             for feature in more:
                 if not feature.available:
-                    log.info("%s is not available: %s", feature.name, feature.detail)
+                    log.info(
+                        "%s is not available: %s; %s",
+                        feature.name,
+                        feature.detail,
+                        feature.remedy,
+                    )
         self.running.insert(0, collector)
 
     def collect(self) -> Snapshot:

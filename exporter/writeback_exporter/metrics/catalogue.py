@@ -298,8 +298,8 @@ SYNC_ERRORS = _metric(
 PRESSURE_WAITING_SECONDS = _metric(
     "pressure_waiting_seconds",
     Kind.COUNTER,
-    "Time in which some task of the cgroup waited for the resource (PSI some). Cgroup / is "
-    "the whole host.",
+    "Time in which some task of the cgroup waited for the resource (PSI some): the total of its "
+    "pressure file. Cgroup / is the whole host. Begins anew with a new cgroup of the same name.",
     ("cgroup", "resource"),
     "seconds",
 )
@@ -307,7 +307,8 @@ PRESSURE_STALLED_SECONDS = _metric(
     "pressure_stalled_seconds",
     Kind.COUNTER,
     "Time in which all tasks of the cgroup that had work waited for the resource at once (PSI "
-    "full). Cgroup / is the whole host.",
+    "full): the total of its pressure file. Cgroup / is the whole host, which has no "
+    "such cpu pressure: 0. Begins anew with a new cgroup of the same name.",
     ("cgroup", "resource"),
     "seconds",
 )
