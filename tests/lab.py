@@ -308,15 +308,16 @@ class Scrape:
 
 
 class Exporter:
-    """A running writeback-exporter, as a user starts it."""
+    """A running writeback-exporter, as a user starts it; `prefix` runs a command otherwise."""
 
-    def __init__(self, *flags: str) -> None:
+    def __init__(self, *flags: str, prefix: Sequence[str] = ()) -> None:
         self._flags = flags
+        self._prefix = prefix
         self._stack = ExitStack()
 
     def __enter__(self) -> Exporter:
         self.process = subprocess.Popen(
-            [PROGRAM, "--web.listen-address=127.0.0.1:0", *self._flags],
+            [*self._prefix, PROGRAM, "--web.listen-address=127.0.0.1:0", *self._flags],
             stderr=subprocess.PIPE,
             text=True,
         )

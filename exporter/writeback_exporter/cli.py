@@ -25,8 +25,9 @@ from writeback_exporter.names.rules import EVERY_CGROUP, CgroupRules
 from writeback_exporter.settings import (
     Settings,
     cgroup_limit,
-    cgroup_regex,
     duration,
+    pressure_trigger,
+    regular_expression,
     telemetry_path,
 )
 from writeback_exporter.web.landing import Landing
@@ -58,6 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             arguments.cgroup_limit,
         ),
         idle_timeout=arguments.idle_timeout,
+        pressure_triggers=tuple(dict.fromkeys(arguments.triggers)),
+        pressure_trigger_cgroups=arguments.trigger_cgroups,
     )
     try:
         if arguments.command == "doctor":
@@ -228,7 +231,7 @@ def _parser() -> argparse.ArgumentParser:
         cgroups.add_argument(
             f"--cgroup.{name}",
             dest=f"cgroup_{name}",
-            type=_checked(cgroup_regex),
+            type=_checked(regular_expression),
             metavar="REGEX",
             help=text,
         )
@@ -237,7 +240,7 @@ def _parser() -> argparse.ArgumentParser:
         dest="cgroup_collapse",
         action="append",
         default=[],
-        type=_checked(cgroup_regex),
+        type=_checked(regular_expression),
         metavar="REGEX",
         help="export what is below the matching part of the path, or below its first group, as "
         "that part; may be repeated, the first that matches counts",
@@ -258,6 +261,26 @@ def _parser() -> argparse.ArgumentParser:
         metavar="DURATION",
         help="counters and histograms that have not changed for so long leave, until they change "
         "(default: they stay)",
+    )
+    pressure = parser.add_argument_group("pressure_triggers")
+    pressure.add_argument(
+        "--pressure.trigger",
+        dest="triggers",
+        action="append",
+        default=[],
+        type=_checked(pressure_trigger),
+        metavar="'RESOURCE KIND THRESHOLD/WINDOW'",
+        help="count how often tasks waited for a resource (cpu, memory, io, irq) for THRESHOLD "
+        "within WINDOW: some of them or, at once, all (full); may be repeated. For example "
+        "'io some 150ms/2s' (default: none)",
+    )
+    pressure.add_argument(
+        "--pressure.trigger.cgroups",
+        dest="trigger_cgroups",
+        type=_checked(regular_expression),
+        metavar="REGEX",
+        help="set the triggers not only for the host, but for each cgroup, too, whose whole path "
+        "matches, such as '/system\\.slice/.*'",
     )
     paths = parser.add_argument_group("paths")
     for name, default in (

@@ -21,6 +21,7 @@ from writeback_exporter.collector import Collector, Host
 from writeback_exporter.features import Feature, Refused
 from writeback_exporter.files.base import Reader
 from writeback_exporter.files.pressure import Pressure
+from writeback_exporter.files.pressure_triggers import PressureTriggers
 from writeback_exporter.kernel import libbpf
 from writeback_exporter.kernel.loader import Kernel
 from writeback_exporter.metrics import catalogue
@@ -47,6 +48,7 @@ _COLLECTORS: tuple[type[Collector], ...] = (
     PageWait,
     PageFlow,
     Pressure,
+    PressureTriggers,
 )
 COLLECTORS = {collector.name: collector for collector in _COLLECTORS}
 """What --collector.NAME switches."""

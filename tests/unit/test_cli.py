@@ -112,6 +112,10 @@ WRONG = [
     (["--snapshot.duration=99999999999999h"], "duration"),  # more than sleep(2) can take
     ([f"--snapshot.duration={'9' * 400}h"], "duration"),  # more than a float holds
     ([f"--snapshot.duration={'9' * 5000}h"], "duration"),  # more than Python reads
+    (["--pressure.trigger=io some 150ms"], "'io some 150ms' is no pressure trigger, such as"),
+    (["--pressure.trigger=io some 3s/2s"], "the threshold is not between 1ms and the window"),
+    (["--pressure.trigger=io some 1s/1m"], "the window is longer than 10s"),
+    (["--pressure.trigger.cgroups=("], "'(' is no regular expression: "),
     (["--log.level=loud"], "'loud'"),
     (["--log.format=xml"], "'xml'"),
     (["--collector.no_such"], "--collector.no_such"),
@@ -174,6 +178,8 @@ FLAGS = [
     "--snapshot.output",
     *(f"--{no}collector.{name}" for name in COLLECTORS for no in ("", "no-")),
     *(f"--path.{name}" for name in ("procfs", "sysfs", "cgroupfs")),
+    "--pressure.trigger",
+    "--pressure.trigger.cgroups",
     "--log.level",
     "--log.format",
 ]
@@ -186,6 +192,7 @@ VALUES = [
     "9" * 400 + "h",
     "debug",
     "json",
+    "io some 150ms/2s",
     "a\nb",
     "\x00",
 ]

@@ -14,6 +14,7 @@ from tests.unit.test_cgroups import V1, V2, procfs, tree
 from writeback_exporter.collector import Host
 from writeback_exporter.features import Feature, Refused
 from writeback_exporter.files import pressure as module
+from writeback_exporter.files.base import content
 from writeback_exporter.files.pressure import Pressure, totals
 from writeback_exporter.metrics.exposition import Snapshot
 from writeback_exporter.names.cgroups import Cgroups, find_hierarchies
@@ -183,7 +184,6 @@ def test_files_that_the_kernel_lacks_are_not_opened(
         read.append(os.fsdecode(path))
         return content(path)
 
-    content = module.content
     monkeypatch.setattr(module, "content", watched)
     series(collector, its_host)
     assert len(read) == 6

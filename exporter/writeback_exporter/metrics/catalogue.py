@@ -319,6 +319,13 @@ PRESSURE_EVENTS = _metric(
     "(kind full) for the threshold or longer. At most one a window.",
     ("cgroup", "resource", "kind", "threshold"),
 )
+PRESSURE_TRIGGERS = _metric(
+    "pressure_triggers",
+    Kind.GAUGE,
+    "PSI triggers, one a cgroup and --pressure.trigger: armed, refused by the kernel (the log says "
+    "why), or over_limit, beyond what the exporter arms.",
+    ("state",),
+)
 MEMORY_STALL_SECONDS = _metric(
     "memory_stall_seconds",
     Kind.HISTOGRAM,
