@@ -278,35 +278,38 @@ class PressureTriggers(Reader):
 
 
 _NOT_THERE = "not there"
+_WHAT_TO_DO = {
+    errno.ENOENT: (
+        _NOT_THERE,
+        "use a kernel that accounts it; in a cgroup, write 1 to its cgroup.pressure",
+    ),
+    errno.EACCES: ("no right", "run the exporter as root, or give it CAP_DAC_OVERRIDE"),
+    errno.EROFS: (
+        "read-only",
+        "let the exporter write there, for that is how a trigger is set: mount it rw, in systemd "
+        "with ProtectControlGroups=no",
+    ),
+    errno.EMFILE: ("no descriptor", "raise the limit of open files"),
+}
+_WHAT_TO_DO[errno.ENODEV] = _WHAT_TO_DO[errno.EOPNOTSUPP] = _WHAT_TO_DO[errno.ENOENT]
+_WHAT_TO_DO[errno.EPERM] = _WHAT_TO_DO[errno.EACCES]
+_WHAT_TO_DO[errno.ENFILE] = _WHAT_TO_DO[errno.EMFILE]
 
 
 def _refusal(
     trigger: PressureTrigger, path: str | bytes, averaged: bool, error: OSError
 ) -> Refused:
-    detail = f"{os.fsdecode(path)}: {error.strerror}"
-    if error.errno in (errno.ENOENT, errno.ENODEV, errno.EOPNOTSUPP):
-        return Refused(
-            _NOT_THERE,
-            detail,
-            "use a kernel that accounts it; in a cgroup, write 1 to its cgroup.pressure",
-        )
-    if error.errno in (errno.EACCES, errno.EPERM):
-        return Refused("no right", detail, "run the exporter as root, or give it CAP_DAC_OVERRIDE")
     if error.errno == errno.EINVAL and averaged and trigger.window % _AVERAGING:
-        return Refused(
-            "no right",
-            detail,
-            "give the exporter CAP_SYS_RESOURCE, or take a window that is a multiple of 2s",
+        reason = "no right"
+        remedy = "give the exporter CAP_SYS_RESOURCE, or take a window that is a multiple of 2s"
+    elif error.errno == errno.EINVAL and trigger.window < _SHORTEST_WINDOW:
+        reason = "window too short"
+        remedy = "take a window of 500ms or more, the shortest of this kernel"
+    else:
+        reason, remedy = _WHAT_TO_DO.get(
+            error.errno or 0, ("refused by the kernel", "take other limits, or do without")
         )
-    if error.errno == errno.EINVAL and trigger.window < _SHORTEST_WINDOW:
-        return Refused(
-            "window too short",
-            detail,
-            "take a window of 500ms or more, the shortest of this kernel",
-        )
-    if error.errno in (errno.EMFILE, errno.ENFILE):
-        return Refused("no descriptor", detail, "raise the limit of open files")
-    return Refused("refused by the kernel", detail, "take another threshold and window")
+    return Refused(reason, f"{os.fsdecode(path)}: {error.strerror}", remedy)
 
 
 def _averaged(procfs: str) -> bool:

@@ -75,10 +75,10 @@ def test_a_cgroup_that_came_later() -> None:
         counts = []
         for _ in range(2):
             with lab.cgroup(hierarchy, "later") as later:
-                time.sleep(2)
+                time.sleep(1.5)
                 with witness(later.directory / "cpu.pressure", "some 50000 1000000") as seen:
-                    lab.run_in([later], CONTENTION, 2.5)
-                    time.sleep(1.5)
+                    lab.run_in([later], CONTENTION, 1.5)
+                    time.sleep(1)
                 counts.append(count(exporter, later.label))
                 # Of the first cgroup's kernel threads the second one knows nothing.
                 assert counts[-1] - sum(counts[-2:-1]) == seen.events > 0
@@ -131,6 +131,26 @@ def test_without_privilege() -> None:
     assert all("CAP_SYS_RESOURCE, or take a window that is a multiple of 2s" in x for x in lines)
     assert scrape.sum("pressure_events_total", threshold="50ms/2s") >= 1
     assert seen.events >= 1
+
+
+def test_a_file_system_that_is_read_only() -> None:
+    """As in a hardened unit or a container: the cgroups' are refused, the host's goes on."""
+    read_only = 'mount -o remount,bind,ro /sys/fs/cgroup && exec "$@"'
+    with (
+        lab.cgroup(lab.hierarchies().task, "ro") as cgroup,
+        lab.Exporter(
+            *FLAGS,
+            "--pressure.trigger=io some 50ms/1s",
+            f"--pressure.trigger.cgroups={cgroup.label}",
+            prefix=("unshare", "--mount", "sh", "-c", read_only, "sh"),
+        ) as exporter,
+    ):
+        assert reasons(exporter) == {"io some 50ms/1s": ""}
+        scrape = exporter.scrape()
+        assert scrape.sum("pressure_triggers", state="refused") == 1
+        assert armed(exporter) == 1
+    (line,) = (line for line in exporter.log if "is refused" in line)
+    assert "/ro/io.pressure: Read-only file system; let the exporter write there" in line
 
 
 def test_cpu_full_of_cgroups_alone() -> None:
