@@ -48,6 +48,7 @@ class Workload:
 
 
 UNKNOWN = Workload()
+"""The one object of that value that `parse` gives."""
 
 
 def parse(path: str) -> Workload:
@@ -55,7 +56,7 @@ def parse(path: str) -> Workload:
     parts = path.split("/")[1:]
     place = _systemd(parts)
     slurm = _slurm(path)
-    return replace(
+    workload = replace(
         _pod(path) or _container(parts, place) or _qos_group(path),
         slice=place.slice,
         unit=place.unit,
@@ -63,6 +64,7 @@ def parse(path: str) -> Workload:
         slurm_job=slurm.get("job") or slurm.get("sluid", ""),
         slurm_step=slurm.get("step", ""),
     )
+    return UNKNOWN if workload == UNKNOWN else workload
 
 
 # systemd ------------------------------------------------------------------------------------------
