@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from writeback_exporter.metrics.catalogue import ALL
+from tests.unit.test_workloads import LAYOUTS
+from writeback_exporter.metrics.catalogue import ALL, CGROUP_INFO
 from writeback_exporter.metrics.reference import reference
 
 ROOT = Path(__file__).parents[2]
@@ -21,7 +22,7 @@ def test_metrics_reference_is_up_to_date() -> None:
     assert (ROOT / "docs/metrics.md").read_text() == reference(), "run `make docs`"
 
 
-@pytest.mark.parametrize("name", ["README.md", "bpf/README.md", "CHANGELOG.md"])
+@pytest.mark.parametrize("name", ["README.md", "bpf/README.md", "CHANGELOG.md", "docs/identity.md"])
 def test_documents_name_only_metrics_that_exist(name: str) -> None:
     known = {metric.name for metric in ALL}
     # Without the kernel's tracepoints, which begin as our metrics do.
@@ -32,6 +33,14 @@ def test_documents_name_only_metrics_that_exist(name: str) -> None:
             assert any(metric.startswith(used) for metric in known), used
         else:
             assert base in known or used == "writeback_exporter", used
+
+
+def test_identity_tells_of_every_label_and_runtime() -> None:
+    text = (ROOT / "docs/identity.md").read_text()
+    for label in CGROUP_INFO.labels:
+        assert re.search(rf"\b{label}\b", text), label
+    for runtime in {workload.runtime for workload in LAYOUTS.values()} - {""}:
+        assert f"| {runtime} |" in text, runtime
 
 
 def test_readme_is_one_screen() -> None:

@@ -214,9 +214,9 @@ def test_missing_directory_of_pods_is_said_once(
         bench.add(POD.replace("0123", "abcd"))
         time.sleep(0.2)
     assert caplog.messages == [
-        f"pods have no names: cannot read {bench.rootfs}/var/log/pods: No such file or directory; "
-        "mount the host's /var/log/pods there, read-only, or say with --path.rootfs where the "
-        "host's root directory is"
+        f"pods or containers have no names: cannot read {bench.rootfs}/var/log/pods: No such file "
+        "or directory; mount the host's directory there, read-only, and run as root or with "
+        "CAP_DAC_READ_SEARCH (docs/identity.md)"
     ]
 
 

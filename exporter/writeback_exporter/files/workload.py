@@ -134,7 +134,7 @@ class Workloads(Reader):
     # Names
 
     def _search(self, search: Search, cgroups: Cgroups, lock: threading.Lock) -> None:
-        warned = False
+        told: set[int | None] = set()
         while not self._stop.is_set():
             with lock:
                 self._learn(cgroups)
@@ -146,12 +146,14 @@ class Workloads(Reader):
                 log.error("cannot read the names of containers: %s", error)
                 log.debug("its traceback", exc_info=True)
             self._searching_since = None
-            if search.problem and not warned:
-                warned = True
+            problem = search.problem
+            if problem and problem.errno not in told:
+                told.add(problem.errno)
                 log.warning(
-                    "pods have no names: cannot read %s: %s; mount the host's /var/log/pods there, "
-                    "read-only, or say with --path.rootfs where the host's root directory is",
-                    search.problem.filename,
-                    search.problem.strerror,
+                    "pods or containers have no names: cannot read %s: %s; mount the host's "
+                    "directory there, read-only, and run as root or with CAP_DAC_READ_SEARCH "
+                    "(docs/identity.md)",
+                    problem.filename,
+                    problem.strerror,
                 )
             self._stop.wait(_PASS_SECONDS)

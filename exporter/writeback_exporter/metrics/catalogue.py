@@ -730,8 +730,8 @@ IO_URING_SQ_BUSY_SECONDS = _metric(
 CGROUP_INFO = _metric(
     "cgroup_info",
     Kind.GAUGE,
-    "Who the cgroup is, as its path and the files of its runtime tell. What is not known is "
-    "an empty label.",
+    "Who the cgroup is, as its path and the files of its runtime tell (docs/identity.md): one "
+    "series of each cgroup of which something is known. What is not known is an empty label.",
     (
         "cgroup",
         "runtime",

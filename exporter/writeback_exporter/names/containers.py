@@ -79,7 +79,8 @@ class Search:
         self._names = Names()
         self._retries: dict[str, tuple[float, float]] = {}
         self.problem: OSError | None = None
-        """Why kubelet's pods could not be read when they were last asked for."""
+        """Why kubelet's directory, or a runtime's file that is there, could not be read when that
+        was last asked for."""
 
     def find(self, workloads: Collection[Workload], now: float) -> Names:
         """What is known of these workloads at a monotonic time in seconds, the same object as
@@ -91,10 +92,13 @@ class Search:
         self._retries = {k: r for k, r in self._retries.items() if k in uids or k in uid_of}
 
         due_pods = self._due(uids - pods.keys(), now)
+        due = self._due(uid_of.keys() - containers.keys(), now)[:_CONTAINERS_A_PASS]
+        if due_pods or due:
+            self.problem = None
+
         listed = self._pods() if due_pods else {}
         pods |= {uid: listed[uid] for uid in due_pods if uid in listed}
 
-        due = self._due(uid_of.keys() - containers.keys(), now)[:_CONTAINERS_A_PASS]
         logged, podman = (self._logged(), self._podman()) if due else ({}, {})
         for container_id in due:
             uid = uid_of[container_id]
@@ -131,7 +135,6 @@ class Search:
                 parts = entry.split("_")  # which no part can have in it
                 if len(parts) == 3 and all(parts):
                     pods[parts[2]] = Pod(*parts[:2])
-            self.problem = None
         except OSError as error:
             self.problem = error
         return pods
@@ -149,18 +152,18 @@ class Search:
 
     def _state(self, container_id: str) -> _State | None:
         path = self._root / f"var/lib/docker/containers/{container_id}/config.v2.json"
-        docker = _object(_json(path))
+        docker = _object(self._json(path))
         if docker:
             labels = _object(docker.get("Config")).get("Labels")
             name = _text(docker, "Name").removeprefix("/")
             return _of_pod("docker", labels, _KUBELET) or _State("docker", name)
         for storage in _STORAGES:
             path = self._root / storage / f"overlay-containers/{container_id}/userdata/config.json"
-            state = _of_pod("cri-o", _object(_json(path)).get("annotations"), _KUBELET)
+            state = _of_pod("cri-o", _object(self._json(path)).get("annotations"), _KUBELET)
             if state:  # else Podman's, which does not have the name there
                 return state
         for tasks in self._containerd_tasks():
-            spec = _object(_json(tasks / container_id / "config.json"))
+            spec = _object(self._json(tasks / container_id / "config.json"))
             if spec:
                 annotations = spec.get("annotations")
                 name = _text(_object(annotations), "nerdctl/name")
@@ -179,13 +182,32 @@ class Search:
         names = {}
         for storage in _STORAGES:
             for file in ("containers.json", "volatile-containers.json"):
-                listed = _json(self._root / storage / "overlay-containers" / file)
+                listed = self._json(self._root / storage / "overlay-containers" / file)
                 for container in map(_object, listed if isinstance(listed, list) else ()):
                     container_names = container.get("names")
                     if isinstance(container_names, list) and container_names:
                         name = _text({"name": container_names[0]}, "name")
                         names[_text(container, "id")] = name
         return names
+
+    def _json(self, path: Path) -> object:
+        """What a file has; None where it is not there, no plain file, too large or no JSON."""
+        try:
+            # A FIFO would block without O_NONBLOCK.
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+        except OSError as error:
+            if isinstance(error, PermissionError):
+                self.problem = error
+            return None
+        try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                return None
+            text = os.read(descriptor, _FILE_BYTES + 1)
+            return json.loads(text) if len(text) <= _FILE_BYTES else None
+        except (OSError, ValueError, RecursionError):
+            return None
+        finally:
+            os.close(descriptor)
 
 
 _LOG = re.compile("[^_]+_[^_]+_(?P<container>[^_]+)-(?P<id>[0-9a-f]{64})[.]log")
@@ -238,30 +260,9 @@ def _of_pod(runtime: str, notes: object, keys: _Keys) -> _State | None:
     )
 
 
-# Reading ------------------------------------------------------------------------------------------
-
-
 def _entries(directory: Path, most: int) -> list[str]:
     with os.scandir(directory) as entries:
         return [entry.name for entry in islice(entries, most)]
-
-
-def _json(path: Path) -> object:
-    """What a file has; None where it is not there, no plain file, too large or no JSON."""
-    try:
-        # A FIFO would block without O_NONBLOCK.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
-    except OSError:
-        return None
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            return None
-        text = os.read(descriptor, _FILE_BYTES + 1)
-        return json.loads(text) if len(text) <= _FILE_BYTES else None
-    except (OSError, ValueError, RecursionError):
-        return None
-    finally:
-        os.close(descriptor)
 
 
 def _object(value: object) -> Mapping[str, object]:
