@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from tests import lab
-from writeback_exporter.exporter import COLLECTORS
 
 
 def connect(exporter: lab.Exporter) -> socket.socket:
@@ -67,13 +66,12 @@ def test_snapshot(tmp_path: Path) -> None:
     output = tmp_path / "writeback.prom"
     flags = ["snapshot", "--snapshot.duration=200ms"]
     lab.sh(lab.PROGRAM, *flags, f"--snapshot.output={output}")
-    scrape = lab.Scrape(output.read_text())
-    # What is on by default, and what keeps the names of cgroups.
-    running = sum(collector.default for collector in COLLECTORS.values()) + 1
-    assert scrape.sum("exporter_collector_success") == running
+    printed = lab.sh(lab.PROGRAM, *flags) + "\n"
+    for scrape in (lab.Scrape(output.read_text()), lab.Scrape(printed)):
+        successes = scrape.select("exporter_collector_success").values()
+        assert len(successes) >= 3
+        assert set(successes) == {1}
     assert os.listdir(tmp_path) == [output.name]
-    printed = lab.Scrape(lab.sh(lab.PROGRAM, *flags) + "\n")
-    assert printed.sum("exporter_collector_success") == running
 
 
 def test_two_exporters_count_the_same(exporter: lab.Exporter, tmp_path: Path) -> None:
@@ -101,6 +99,6 @@ def test_attaching_while_requests_are_in_flight(tmp_path: Path) -> None:
             truth = disk.stats() - before
             scrape = exporter.scrape()
         counted = scrape.sum("block_io_size_bytes_count", device=disk.name)
-        unended = scrape.sum("exporter_map_dropped_total", map="block_io/requests")
+        unended = scrape.sum("exporter_map_dropped_total", map="requests")
         assert 0 < counted <= truth.writes
         assert scrape.sum("block_io_inflight", device=disk.name) <= unended + 1
