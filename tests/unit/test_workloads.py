@@ -408,6 +408,9 @@ MACHINES = {
     "/lxc.monitor.web": UNKNOWN,
     "/lxc.monitor/web": UNKNOWN,
     "/lxc.pivot": UNKNOWN,
+    # lxc.cgroup.pattern = lxc/%n
+    "/lxc/web/lxc.payload/init.scope": Workload("lxc", container="web"),
+    "/lxc/web/lxc.monitor": UNKNOWN,
     "/user.slice/user-1000.slice/session-3.scope/lxc.payload.web": Workload(
         "lxc", container="web", slice="user-1000.slice", unit="session-3.scope", user="1000"
     ),
@@ -468,7 +471,7 @@ PATHS = st.lists(PIECES | st.text(max_size=8) | st.just("x" * 255), max_size=9).
 FORMS = {
     "runtime": "|docker|containerd|cri-o|podman|buildkit|buildah|lxc|systemd-nspawn|libvirt",
     "container_id": "|[0-9a-f]{64}|[0-9a-z]{25}|buildah-buildah[0-9]+",
-    "container": "|[^/]+",
+    "container": "|.+",
     "pod_uid": "|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|[0-9a-f]{32}|[0-9a-f]{64}",
     "qos_class": "|Guaranteed|Burstable|BestEffort",
     "slice": r"|[^/]+\.slice",

@@ -150,7 +150,9 @@ def _qos_group(path: str) -> Workload:
 # Containers and machines --------------------------------------------------------------------------
 
 _ID = re.compile(f"{_HEX}{{64}}")
-# Monitors of containers (libpod-conmon-, crio-conmon-, lxc.monitor.) do not match: they are none.
+# Monitors of containers (libpod-conmon-, crio-conmon-, lxc.monitor.) do not match, for they are
+# none; but some lie below a directory with the container's name.
+_MONITOR = {"lxc": ["lxc.monitor"], "systemd-nspawn": ["supervisor"]}
 _MARKED_ID = re.compile(
     "(?P<marker>docker|nerdctl|cri-containerd|crio|libpod|libpod-payload|runc|crun)"
     rf"-(?P<id>{_HEX}{{64}})(?:\.scope)?"
@@ -194,11 +196,8 @@ def _container(parts: Sequence[str], place: _Place) -> Workload | None:
         runtime, container_id = _container_id(parent, part)
         if container_id:
             return Workload(runtime, container_id, pod_uid=podman_pod)
-        if part == place.unit and "supervisor" not in parts[depth + 1 : depth + 2]:
-            runtime, name = _machine(place)
-        else:
-            runtime, name = _named(parent, part, depth)
-        if name:
+        runtime, name = _machine(place) if part == place.unit else _named(parent, part, depth)
+        if name and parts[depth + 1 : depth + 2] != _MONITOR.get(runtime):
             return Workload(runtime, container=name)
     return Workload("podman", pod_uid=podman_pod) if podman_pod else None
 
