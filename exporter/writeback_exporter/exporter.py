@@ -23,6 +23,7 @@ from writeback_exporter.files.base import Reader
 from writeback_exporter.files.pressure import Pressure
 from writeback_exporter.files.pressure_triggers import PressureTriggers
 from writeback_exporter.files.workload import Workloads
+from writeback_exporter.files.devices import DeviceInfo
 from writeback_exporter.kernel import libbpf
 from writeback_exporter.kernel.loader import Kernel
 from writeback_exporter.metrics import catalogue
@@ -51,6 +52,7 @@ _COLLECTORS: tuple[type[Collector], ...] = (
     Pressure,
     PressureTriggers,
     Workloads,
+    DeviceInfo,
 )
 COLLECTORS = {collector.name: collector for collector in _COLLECTORS}
 """What --collector.NAME switches."""

@@ -751,8 +751,9 @@ CGROUP_INFO = _metric(
 DEVICE_INFO = _metric(
     "device_info",
     Kind.GAUGE,
-    "What the device is: its number, kind, what it lies on (parents) and what lies on it "
-    "(holders), the disk that it is part of or a path to, file system and mount point.",
+    "What a disk or partition is: its number, kind and name (of device mapper, level of md, file "
+    "of a loop device), the whole disk that it is part of or a path to, what it lies on (parents) "
+    "and what lies on it (holders), what is mounted from it, and its queue.",
     (
         "device",
         "dev",
@@ -767,10 +768,18 @@ DEVICE_INFO = _metric(
         "scheduler",
     ),
 )
+DEVICE_DISK_INFO = _metric(
+    "device_disk_info",
+    Kind.GAUGE,
+    "The disks at the bottom of each device, whose requests carry its IO: of a logical volume or "
+    "an array those that it lies on, through all layers; one series for each.",
+    ("device", "disk"),
+)
 BDI_INFO = _metric(
     "bdi_info",
     Kind.GAUGE,
-    "What writes back through the BDI: a disk, or a file system without one, as NFS or FUSE.",
+    "What writes back through the BDI: a disk (device) with the file systems on it, or a file "
+    "system without one, as NFS or FUSE.",
     ("bdi", "device", "fstype", "mountpoint"),
 )
 
