@@ -245,9 +245,7 @@ def _kind(name: str, directory: str) -> tuple[str, str]:
     if name.startswith("dm-"):
         uuid = _read(f"{directory}/dm/uuid")
         user = uuid.partition("-")[0]
-        # kpartx: "part1-mpath-..."
-        kind = "partition" if re.fullmatch(r"part\d+", user) else _MAPPER_KINDS.get(user, "dm")
-        return kind, _read(f"{directory}/dm/name")
+        return _MAPPER_KINDS.get(user, "dm"), _read(f"{directory}/dm/name")
     prefix = re.match("[a-z]*", name)
     assert prefix
     kind = _KINDS.get(prefix[0], "disk") or prefix[0]
