@@ -20,10 +20,10 @@ from writeback_exporter import __version__
 from writeback_exporter.collector import Collector, Host
 from writeback_exporter.features import Feature, Refused
 from writeback_exporter.files.base import Reader
+from writeback_exporter.files.devices import DeviceInfo
 from writeback_exporter.files.pressure import Pressure
 from writeback_exporter.files.pressure_triggers import PressureTriggers
 from writeback_exporter.files.workload import Workloads
-from writeback_exporter.files.devices import DeviceInfo
 from writeback_exporter.kernel import libbpf
 from writeback_exporter.kernel.loader import Kernel
 from writeback_exporter.metrics import catalogue

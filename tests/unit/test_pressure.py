@@ -16,6 +16,7 @@ from writeback_exporter.features import Feature, Refused
 from writeback_exporter.files import pressure as module
 from writeback_exporter.files.base import content
 from writeback_exporter.files.pressure import Pressure, totals
+from writeback_exporter.metrics import catalogue
 from writeback_exporter.metrics.exposition import Snapshot
 from writeback_exporter.names.cgroups import Cgroups, find_hierarchies
 from writeback_exporter.names.devices import Devices
@@ -85,16 +86,13 @@ def series(collector: Pressure, its_host: Host) -> tuple[Series, Series]:
     snapshot = Snapshot()
     collector.fill(snapshot, its_host)
     waiting, stalled = snapshot.families
-    assert (waiting.name, stalled.name) == (
-        "writeback_pressure_waiting_seconds",
-        "writeback_pressure_stalled_seconds",
-    )
+    assert waiting.metric is catalogue.PRESSURE_WAITING_SECONDS
+    assert stalled.metric is catalogue.PRESSURE_STALLED_SECONDS
     results: list[Series] = []
     for family in (waiting, stalled):
-        labels = [(s.labels["cgroup"], s.labels["resource"]) for s in family.samples]
-        assert len(set(labels)) == len(labels), "a series is there twice"
-        values = [s.value for s in family.samples]
-        results.append(dict(zip(labels, values, strict=True)))
+        found = {(cgroup, resource): value for (cgroup, resource), value in family.rows}
+        assert len(found) == len(family.rows), "a series is there twice"
+        results.append(found)
     return results[0], results[1]
 
 

@@ -123,15 +123,10 @@ class Triggers:
         self.collector.close()
 
     def counts(self) -> dict[Labels, float]:
-        labels = ("cgroup", "resource", "kind", "threshold")
-        return {
-            tuple(sample.labels[label] for label in labels): sample.value
-            for sample in self._fill().families[0].samples
-        }
+        return dict(self._fill().families[0].rows)
 
     def states(self) -> dict[str, float]:
-        samples = self._fill().families[1].samples
-        return {sample.labels["state"]: sample.value for sample in samples}
+        return {state: value for (state,), value in self._fill().families[1].rows}
 
     def _fill(self) -> Snapshot:
         snapshot = Snapshot()

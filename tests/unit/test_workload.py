@@ -85,14 +85,13 @@ class Bench:
         with self.lock:
             self.collector.fill(snapshot, self.host)
         (family,) = snapshot.families
-        assert family.name == CGROUP_INFO.name
+        assert family.metric is CGROUP_INFO
         series: Series = {}
-        for sample in family.samples:
-            assert sample.value == 1
-            assert tuple(sample.labels) == CGROUP_INFO.labels
-            cgroup = sample.labels["cgroup"]
+        for (cgroup, *rest), value in family.rows:
+            assert value == 1
             assert cgroup not in series, f"{cgroup} is there twice"
-            series[cgroup] = {k: v for k, v in sample.labels.items() if v and k != "cgroup"}
+            labels = zip(CGROUP_INFO.labels[1:], rest, strict=True)
+            series[cgroup] = {name: label for name, label in labels if label}
         return series
 
     def series_when(self, ready: Callable[[Series], bool]) -> Series:

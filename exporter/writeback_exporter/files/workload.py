@@ -13,13 +13,11 @@ import threading
 import time
 from dataclasses import dataclass
 
-from prometheus_client.samples import Sample
-
 from writeback_exporter.collector import Host
 from writeback_exporter.features import Feature
 from writeback_exporter.files.base import Reader
 from writeback_exporter.metrics import catalogue
-from writeback_exporter.metrics.exposition import Snapshot, family
+from writeback_exporter.metrics.exposition import Labels, Snapshot, family
 from writeback_exporter.names.cgroups import Cgroups
 from writeback_exporter.names.containers import Container, Names, Pod, Search
 from writeback_exporter.names.workloads import UNKNOWN, Workload, parse
@@ -41,7 +39,7 @@ class _Row:
     workload: Workload
     pod: Pod | None
     container: Container | None
-    sample: Sample
+    labels: Labels
 
 
 class Workloads(Reader):
@@ -73,9 +71,8 @@ class Workloads(Reader):
             for cgroup, workload in self._workloads.items()
             if workload is not UNKNOWN
         }
-        info = family(catalogue.CGROUP_INFO, ())
-        info.samples = [row.sample for row in self._rows.values()]
-        snapshot.families.append(info)
+        rows = ((row.labels, 1) for row in self._rows.values())
+        snapshot.families.append(family(catalogue.CGROUP_INFO, rows))
         self._tell_if_hanging()
 
     def close(self) -> None:
@@ -98,7 +95,7 @@ class Workloads(Reader):
         pod = names.pods.get(workload.pod_uid)
         container = names.containers.get(workload.container_id)
         row = self._rows.get(cgroup)
-        # 10,000 rows: 4 ms where they are as before, 70 ms to make them.
+        # 10,000 rows take 4 ms where they are as before.
         if row and row.pod is pod and row.container is container and row.workload is workload:
             return row
         labels = (
@@ -116,8 +113,7 @@ class Workloads(Reader):
             workload.slurm_job,
             workload.slurm_step,
         )
-        (sample,) = family(catalogue.CGROUP_INFO, [(labels, 1)]).samples
-        return _Row(workload, pod, container, sample)
+        return _Row(workload, pod, container, labels)
 
     def _tell_if_hanging(self) -> None:
         since = self._searching_since

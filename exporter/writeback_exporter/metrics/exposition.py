@@ -420,9 +420,9 @@ def _count_texts(cumulative: Sequence[int]) -> list[str]:
 def _value_text(value: float) -> str:
     """As floatToGoString writes it."""
     value = float(value)
-    if -1e300 < value < 1e6:
+    if -_FIRST_INEXACT < value < 1e6:
         return repr(value)
-    if value < _FIRST_INEXACT and value.is_integer():
+    if 1e6 <= value < _FIRST_INEXACT and value.is_integer():
         return _count_text(int(value))
     return _go_float(value)
 

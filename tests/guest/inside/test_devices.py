@@ -14,7 +14,8 @@ from tests import lab
 from tests.lab import BUFFERED_WRITER, DIRECT_READER, DIRECT_WRITER, Disk
 
 from . import fuse
-from .test_main_signals import FAST, MIB, SLOW, dirty_limits, ftrace, io_stat
+from .kernel import dirty_limits, ftrace
+from .test_main_signals import FAST, MIB, SLOW, io_stat
 
 
 @contextmanager
