@@ -113,7 +113,11 @@ def sleeping(process: int) -> set[str]:
     """Names of a process's threads in D state."""
     names = set()
     for task in Path(f"/proc/{process}/task").iterdir():
-        name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
+        try:
+            text = (task / "stat").read_text()
+        except FileNotFoundError:  # it has ended meanwhile
+            continue
+        name, _, rest = text.partition("(")[2].rpartition(")")
         if rest.split()[0] == "D":
             names.add(name)
     return names
