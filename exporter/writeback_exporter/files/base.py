@@ -55,3 +55,14 @@ def keyed(text: bytes) -> dict[bytes, int]:
         if number.isdigit():
             numbers[name.rstrip(b":")] = int(number)
     return numbers
+
+
+def number(path: str | bytes) -> int | None:
+    """The number that a file holds; None where it holds none, or is not there."""
+    text = content(path)
+    return int(text) if text and text.strip().isdigit() else None
+
+
+def is_count(number: int) -> bool:
+    """Whether it can be true: a counter of the kernel that ran below zero reads as 2^64 - n."""
+    return number < 1 << 63

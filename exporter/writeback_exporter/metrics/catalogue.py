@@ -399,14 +399,16 @@ HOST_THROTTLED_WRITTEN_BYTES = _metric(
 HOST_PAGE_IN_BYTES = _metric(
     "host_page_in_bytes",
     Kind.COUNTER,
-    "Read from disks by the page cache and by swap-in.",
+    "Read from block devices, by whomever: page cache, direct IO, swap. Of stacked devices only "
+    "the uppermost counts, but both a loop device and the disk that its file is on.",
     (),
     "bytes",
 )
 HOST_PAGE_OUT_BYTES = _metric(
     "host_page_out_bytes",
     Kind.COUNTER,
-    "Written to disks by the page cache and by swap-out.",
+    "Written to block devices, by whomever: page cache, direct IO, swap. Of stacked devices "
+    "only the uppermost counts, but both a loop device and the disk that its file is on.",
     (),
     "bytes",
 )
@@ -427,8 +429,8 @@ HOST_SWAP_OUT_BYTES = _metric(
 HOST_RECLAIMED_BYTES = _metric(
     "host_reclaimed_bytes",
     Kind.COUNTER,
-    "Memory reclaimed, by whom: kswapd, direct (the task that wanted memory), khugepaged or "
-    "proactive.",
+    "Memory reclaimed, by whom: kswapd, direct (the task that wanted memory), and where the kernel "
+    "tells them apart khugepaged and proactive (memory.reclaim).",
     ("by",),
     "bytes",
 )
@@ -488,28 +490,28 @@ HOST_DIRTY_WRITEBACK_INTERVAL_SECONDS = _metric(
 BDI_MIN_RATIO = _metric(
     "bdi_min_ratio",
     Kind.GAUGE,
-    "Share of the dirty limit that the BDI is given at least.",
+    "Setting min_ratio of the BDI: share of the dirty limit that it is given at least.",
     ("bdi",),
     "ratio",
 )
 BDI_MAX_RATIO = _metric(
     "bdi_max_ratio",
     Kind.GAUGE,
-    "Share of the dirty limit that the BDI is given at most.",
+    "Setting max_ratio of the BDI: share of the dirty limit that it is given at most.",
     ("bdi",),
     "ratio",
 )
 BDI_MAX_BYTES = _metric(
     "bdi_max_bytes",
     Kind.GAUGE,
-    "Dirty memory that the BDI is given at most (since 6.2).",
+    "The same as writeback_bdi_max_ratio in bytes, of the dirty limit of now (since 6.2).",
     ("bdi",),
     "bytes",
 )
 BDI_MIN_BYTES = _metric(
     "bdi_min_bytes",
     Kind.GAUGE,
-    "Dirty memory that the BDI is given at least (since 6.2).",
+    "The same as writeback_bdi_min_ratio in bytes, of the dirty limit of now (since 6.2).",
     ("bdi",),
     "bytes",
 )
@@ -543,7 +545,7 @@ WB_WRITEBACK_BYTES = _metric(
 WB_DIRTY_THRESHOLD_BYTES = _metric(
     "wb_dirty_threshold_bytes",
     Kind.GAUGE,
-    "Dirty limit of the cgroup on the BDI. From debugfs.",
+    "Dirty limit of the cgroup on the BDI, 0 where it has not written of late. From debugfs.",
     ("bdi", "cgroup"),
     "bytes",
 )
@@ -713,14 +715,15 @@ IOCOST_MODEL_OPERATIONS = _metric(
 IO_URING_SQ_SECONDS = _metric(
     "io_uring_sq_seconds",
     Kind.COUNTER,
-    "Time that SQPOLL threads of the cgroup's processes ran.",
+    "CPU time of the SQPOLL threads of the cgroup's processes (since 6.9).",
     ("cgroup",),
     "seconds",
 )
 IO_URING_SQ_BUSY_SECONDS = _metric(
     "io_uring_sq_busy_seconds",
     Kind.COUNTER,
-    "Time that SQPOLL threads of the cgroup's processes had work.",
+    "CPU time in which the SQPOLL threads of the cgroup's processes had work; the rest they spent "
+    "polling (since 6.9).",
     ("cgroup",),
     "seconds",
 )
