@@ -19,6 +19,7 @@ class Host:
 
     cgroups: Cgroups
     devices: Devices
+    procfs: str = "/proc"
 
 
 class Collector(ABC):

@@ -24,6 +24,8 @@ from writeback_exporter.files.devices import DeviceInfo
 from writeback_exporter.files.pressure import Pressure
 from writeback_exporter.files.pressure_triggers import PressureTriggers
 from writeback_exporter.files.workload import Workloads
+from writeback_exporter.files.bdi import Bdi
+from writeback_exporter.files.host_memory import HostMemory
 from writeback_exporter.kernel import libbpf
 from writeback_exporter.kernel.loader import Kernel
 from writeback_exporter.metrics import catalogue
@@ -39,6 +41,7 @@ from writeback_exporter.probes.dirty_throttle import DirtyThrottle
 from writeback_exporter.probes.page_flow import PageFlow
 from writeback_exporter.probes.page_wait import PageWait
 from writeback_exporter.probes.work import Work
+from writeback_exporter.probes.io_uring import IoUring
 from writeback_exporter.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -53,6 +56,9 @@ _COLLECTORS: tuple[type[Collector], ...] = (
     PressureTriggers,
     Workloads,
     DeviceInfo,
+    IoUring,
+    HostMemory,
+    Bdi,
 )
 COLLECTORS = {collector.name: collector for collector in _COLLECTORS}
 """What --collector.NAME switches."""
@@ -69,6 +75,7 @@ class Exporter:
         self._idle = Idle(settings.idle_timeout) if settings.idle_timeout else None
         self._found: list[Feature] = []
         self.host = Host(Cgroups(self.hierarchies, settings.cgroups), Devices(settings.sysfs))
+        self.host = Host(Cgroups(self.hierarchies), Devices(settings.sysfs), settings.procfs)
         self.lock = threading.Lock()
         self._lifecycle = CgroupLifecycle(self.host.cgroups, self.lock)
         collectors = [make() for name, make in COLLECTORS.items() if name in settings.collectors]

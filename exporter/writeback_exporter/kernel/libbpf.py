@@ -13,7 +13,7 @@ import os
 import struct
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -496,7 +496,7 @@ class KernelBtf:
     Through libbpf: reading its 100,000 types in Python would take seconds.
     """
 
-    _KIND_ENUM, _KIND_TYPEDEF, _KIND_FUNC = 6, 8, 12
+    _KIND_STRUCT, _KIND_ENUM, _KIND_TYPEDEF, _KIND_FUNC = 4, 6, 8, 12
 
     def __init__(self, path: str | None = None) -> None:
         _pending().clear()
@@ -522,6 +522,14 @@ class KernelBtf:
         """Whether there is a function of that name."""
         return self._find(name, self._KIND_FUNC) is not None
 
+    def has_field(self, name: str, field: str) -> bool:
+        """Whether there is a struct of that name with such a field."""
+        type_id = self._find(name, self._KIND_STRUCT)
+        if type_id is None:
+            return False
+        # struct btf_member { name_off, type, offset }
+        return any(name == field for name, _ in self._members(type_id, 12))
+
     def enum_value(self, enum: str, member: str) -> int | None:
         """The number of a member; None where the kernel does not have that enum or member."""
         return self.enum(enum).get(member)
@@ -531,13 +539,7 @@ class KernelBtf:
         type_id = self._find(name, self._KIND_ENUM)
         if type_id is None:
             return {}
-        first = _lib.btf__type_by_id(self._pointer, type_id) + 12  # behind struct btf_type
-        members = {}
-        for i in range(self._info(type_id) & 0xFFFF):
-            offset, value = struct.unpack("=Ii", C.string_at(first + 8 * i, 8))
-            text: bytes = _lib.btf__name_by_offset(self._pointer, offset)  # type: ignore[assignment]
-            members[text.decode()] = int(value)
-        return members
+        return dict(self._members(type_id, 8))  # struct btf_enum { name_off, val }
 
     def close(self) -> None:
         _lib.btf__free(self._pointer)
@@ -545,6 +547,14 @@ class KernelBtf:
     def _find(self, name: str, kind: int) -> int | None:
         type_id = _lib.btf__find_by_name_kind(self._pointer, name.encode(), kind)
         return type_id if type_id > 0 else None
+
+    def _members(self, type_id: int, size: int) -> Iterator[tuple[str, int]]:
+        """Names and second words of a type's members, which have `size` bytes each."""
+        first = _lib.btf__type_by_id(self._pointer, type_id) + 12  # behind struct btf_type
+        for i in range(self._info(type_id) & 0xFFFF):
+            offset, value = struct.unpack("=Ii", C.string_at(first + size * i, 8))
+            text: bytes = _lib.btf__name_by_offset(self._pointer, offset)  # type: ignore[assignment]
+            yield text.decode(), value
 
     def _info(self, type_id: int) -> int:
         # struct btf_type { name_off, info, type }

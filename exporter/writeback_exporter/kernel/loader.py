@@ -179,16 +179,18 @@ def refusal(error: BpfError) -> Refused:
     )
 
 
-def _missing_capabilities() -> str:
-    effective = 0
+def has_capability(number: int) -> bool:
+    """Whether this process has the capability (include/uapi/linux/capability.h) now."""
     with open("/proc/self/status", encoding="ascii") as status:
-        for line in status:
-            if line.startswith("CapEff:"):
-                effective = int(line.split()[1], 16)
-    if effective >> _CAP_SYS_ADMIN & 1:
+        effective = next(line.split()[1] for line in status if line.startswith("CapEff:"))
+    return bool(int(effective, 16) >> number & 1)
+
+
+def _missing_capabilities() -> str:
+    if has_capability(_CAP_SYS_ADMIN):
         return ""
     needed = {"CAP_BPF": _CAP_BPF, "CAP_PERFMON": _CAP_PERFMON}
-    return " and ".join(name for name, bit in needed.items() if not effective >> bit & 1)
+    return " and ".join(name for name, number in needed.items() if not has_capability(number))
 
 
 def _lockdown() -> str:
