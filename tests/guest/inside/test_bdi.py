@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dirty memory by BDI and cgroup from debugfs, against the memory controller's own count."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests import lab
+from tests.lab import BUFFERED_WRITER, Disk
+
+MIB = 1 << 20
+FAST = Disk("/dev/vdb")
+DEBUGFS = Path("/sys/kernel/debug/bdi")
+CPUS = os.cpu_count() or 1
+# wb_stats reads counters without what each CPU still holds back of them (WB_STAT_BATCH,
+# include/linux/backing-dev.h).
+BATCHES = CPUS * 8 * CPUS.bit_length() * os.sysconf("SC_PAGESIZE")
+
+has_cgroups = pytest.mark.skipif(
+    not (DEBUGFS / FAST.dev / "wb_stats").exists(), reason="this kernel has no wb_stats (6.10)"
+)
+
+
+@contextmanager
+def no_flusher() -> Iterator[None]:
+    """What is dirty stays dirty until somebody asks."""
+    interval = Path("/proc/sys/vm/dirty_writeback_centisecs")
+    before = interval.read_text()
+    interval.write_text("0")
+    try:
+        yield
+    finally:
+        interval.write_text(before)
+
+
+def memory_stat(group: lab.Cgroup, name: str) -> int:
+    for line in (group.directory / "memory.stat").read_text().splitlines():
+        key, value = line.split()
+        if key == name:
+            return int(value)
+    raise AssertionError(f"no {name} in memory.stat")
+
+
+@has_cgroups
+def test_a_writer_in_a_cgroup(tmp_path: Path) -> None:
+    with (
+        lab.ext4(FAST, tmp_path) as mount,
+        lab.cgroup(lab.hierarchies().io, "dirty") as group,
+        lab.Exporter() as exporter,
+    ):
+        labels = {"bdi": FAST.dev, "cgroup": "/dirty"}
+        with no_flusher():
+            lab.run_in([group], BUFFERED_WRITER, mount / "file", 8 * MIB)
+            scrape = exporter.scrape()
+            dirty = memory_stat(group, "file_dirty")
+        assert dirty >= 8 * MIB
+        assert scrape.sum("wb_reclaimable_bytes", **labels) == pytest.approx(dirty, abs=BATCHES)
+        assert scrape.sum("wb_dirtied_bytes_total", **labels) >= 8 * MIB - BATCHES
+        assert scrape.sum("wb_written_bytes_total", **labels) == 0
+        assert scrape.sum("wb_dirty_threshold_bytes", **labels) >= 0
+
+        lab.sh("sync", "-f", mount)
+        scrape = exporter.scrape()
+        assert memory_stat(group, "file_dirty") == 0
+        assert scrape.sum("wb_reclaimable_bytes", **labels) <= BATCHES
+        assert scrape.sum("wb_written_bytes_total", **labels) >= 8 * MIB - BATCHES
+        assert scrape.sum("wb_write_bandwidth_bytes", **labels) > 0
+        assert scrape.values("exporter_feature_available", "reason", feature="bdi_debugfs") == {""}
+        # Loop devices have BDIs and no file.
+        assert "7:0" not in scrape.values("bdi_max_ratio", "bdi")
+        written = scrape.sum("wb_written_bytes_total", **labels)
+        bdis = scrape.values("wb_written_bytes_total", "bdi")
+    assert FAST.dev in bdis
+    assert written <= 16 * MIB
+
+
+@has_cgroups
+def test_a_cgroup_that_is_made_again(tmp_path: Path) -> None:
+    """Its wb is another one, that counts from 0; the series goes on."""
+    counts = []
+    with lab.ext4(FAST, tmp_path) as mount, lab.Exporter() as exporter:
+        for i in range(2):
+            with lab.cgroup(lab.hierarchies().io, "again") as group:
+                lab.run_in([group], BUFFERED_WRITER, mount / f"file{i}", 4 * MIB)
+                lab.sh("sync", "-f", mount)
+                scrape = exporter.scrape()
+                counts.append(scrape.sum("wb_written_bytes_total", bdi=FAST.dev, cgroup="/again"))
+    assert 4 * MIB - BATCHES <= counts[0] <= 5 * MIB
+    assert counts[0] + 4 * MIB - BATCHES <= counts[1] <= 10 * MIB
+
+
+@pytest.mark.skipif(
+    (DEBUGFS / FAST.dev / "wb_stats").exists(), reason="this kernel has all cgroups in wb_stats"
+)
+def test_before_wb_stats_there_is_only_the_root(tmp_path: Path) -> None:
+    with (
+        lab.ext4(FAST, tmp_path) as mount,
+        lab.cgroup(lab.hierarchies().io, "dirty") as group,
+        lab.Exporter() as exporter,
+    ):
+        with no_flusher():
+            lab.run_in([group], BUFFERED_WRITER, mount / "theirs", 8 * MIB)
+            before = exporter.scrape()
+            lab.run_in([], BUFFERED_WRITER, mount / "roots", 8 * MIB)
+            after = exporter.scrape()
+        assert memory_stat(group, "file_dirty") >= 8 * MIB
+        assert after.values("wb_reclaimable_bytes", "cgroup") == {"/"}
+        assert before.sum("wb_reclaimable_bytes", bdi=FAST.dev) < 4 * MIB
+        assert after.sum("wb_reclaimable_bytes", bdi=FAST.dev) >= 8 * MIB - BATCHES
+        features = after.select("exporter_feature_available", feature="bdi_debugfs_cgroups")
+        assert list(features.values()) == [0]
