@@ -39,6 +39,7 @@ FEATURES = {
     "page_wait",
     "cgroup_lifecycle",
 }
+FEATURES = {"dirty_throttle", "block_io", "cgroup_lifecycle", "io_uring"}
 """Those that need a right."""
 
 Completed = subprocess.CompletedProcess[str]

@@ -41,6 +41,8 @@ INNER = {
     "dirty_throttle": ("throttle",),
     "work": ("work",),
 }
+NAMES = ("block_io", "cgroup_lifecycle", "dirty_throttle", "io_uring")
+INNER = {"block_io": ("io_histograms", "io_depth"), "dirty_throttle": ("throttle",)}
 """Structs that are asked for by name, and not as a map's key or value."""
 BYTES = {name: (OBJECTS / f"{name}.bpf.o").read_bytes() for name in NAMES}
 CODES = {1: "B", 2: "H", 4: "I", 8: "Q"}
@@ -235,6 +237,9 @@ def test_constants(subject: Subject) -> None:
         text=True,
     ).stdout
     index = re.search(r"\[ *(\d+)\] \.rodata ", said)
+    if index is None:
+        assert subject.name == "io_uring", "the others have constants"
+        return
     constants = {
         symbol["name"]: (int(symbol["value"], 16), int(symbol["size"]))
         for symbol in re.finditer(

@@ -22,9 +22,9 @@ from writeback_exporter.settings import Settings
 
 log = logging.getLogger(__name__)
 
-BDIS_LIMIT = 512
+BDIS_LIMIT = 1024
 """Each network file system and each FUSE mount has a BDI, and a host may have thousands; the limits
-of this many take 40 ms a scrape. Disks come first."""
+of this many take 35 ms a scrape. Disks come first."""
 
 # The finer file of the same setting, where there is one (6.2), counts parts of a million
 # (BDI_RATIO_SCALE, include/linux/backing-dev-defs.h).
