@@ -242,6 +242,15 @@ def test_a_removed_cgroup_that_the_kernel_keeps(machine: Bdis, collector: Bdi) -
     assert dirtied(machine, collector, wb(a, 101)) == {"/a": 1}
 
 
+def test_debugfs_that_fails_for_a_moment(machine: Bdis, collector: Bdi) -> None:
+    assert dirtied(machine, collector, wb(1, 100)) == {"/": 100}
+    (machine.sysfs / "kernel/debug/bdi/8:0/wb_stats").unlink()
+    samples = machine.scrape(collector)
+    assert samples["wb_dirtied_bytes_total"] == {("8:0", "/"): 100 * 1024}
+    assert "wb_reclaimable_bytes" not in samples
+    assert dirtied(machine, collector, wb(1, 101)) == {"/": 101}
+
+
 def test_a_bdi_that_is_unplugged(machine: Bdis, collector: Bdi) -> None:
     assert dirtied(machine, collector, wb(1, 100)) == {"/": 100}
     for place in ("class/bdi/8:0", "kernel/debug/bdi/8:0"):

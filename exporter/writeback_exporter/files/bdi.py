@@ -169,7 +169,10 @@ class Bdi(Reader):
         now: dict[Labels, Stats] = {}
         wbs: dict[tuple[str, int], _Wb] = {}
         for bdi in bdis:
-            text = content(f"{self._sysfs}/kernel/debug/bdi/{bdi}/{self._file}") or b""
+            text = content(f"{self._sysfs}/kernel/debug/bdi/{bdi}/{self._file}")
+            if text is None:  # whatever the reason, what was counted is not counted again
+                wbs |= {key: wb for key, wb in self._wbs.items() if key[0] == bdi}
+                continue
             for cgroup, stats in _blocks(text):
                 wb = wbs[bdi, cgroup] = self._wbs.get((bdi, cgroup)) or _Wb(Stats())
                 idle = all(stats[key] == wb.stats[key] for key in (*_COUNTERS, "Reclaimable"))
@@ -184,8 +187,9 @@ class Bdi(Reader):
                 now.setdefault(labels, Stats()).update(stats)
                 wb.stats, wb.forgotten = stats, False
         self._wbs = wbs
+        there = frozenset(bdis)
         self._counted = {
-            labels: counted for labels, counted in self._counted.items() if labels[0] in bdis
+            labels: counted for labels, counted in self._counted.items() if labels[0] in there
         }
         for key, metric in _GAUGES.items():
             rows = ((labels, stats[key]) for labels, stats in now.items() if key in stats)

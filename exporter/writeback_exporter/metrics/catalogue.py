@@ -356,8 +356,8 @@ HOST_WRITEBACK_BYTES = _metric(
 HOST_DIRTY_THRESHOLD_BYTES = _metric(
     "host_dirty_threshold_bytes",
     Kind.GAUGE,
-    "Dirty memory at which writers are throttled to the speed of the disk, as the kernel "
-    "calculates it now.",
+    "Dirty and writeback memory at which writers are throttled to the speed of the disk, as the "
+    "kernel calculates it now.",
     (),
     "bytes",
 )
@@ -371,7 +371,8 @@ HOST_DIRTY_BACKGROUND_THRESHOLD_BYTES = _metric(
 HOST_DIRTY_FREERUN_BYTES = _metric(
     "host_dirty_freerun_bytes",
     Kind.GAUGE,
-    "Dirty memory below which no writer is throttled: the mean of the two thresholds.",
+    "Dirty and writeback memory below which the host's limits throttle no writer: the mean of the "
+    "two thresholds.",
     (),
     "bytes",
 )
