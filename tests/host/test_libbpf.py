@@ -167,6 +167,10 @@ def test_kernel_btf() -> None:
     assert btf.enum_value("pid_type", "PIDTYPE_PID") == 0  # include/linux/pid_types.h
     assert btf.enum_value("pid_type", "no_such_member") is None
     assert btf.enum_value("no_such_enum", "PIDTYPE_PID") is None
+    assert btf.has_field("list_head", "next")
+    assert btf.has_field("list_head", "prev")
+    assert not btf.has_field("list_head", "no_such_field")
+    assert not btf.has_field("no_such_struct", "next")
     btf.close()
     with pytest.raises(BpfError, match="read BTF of /dev/null"):
         KernelBtf("/dev/null")
