@@ -225,6 +225,18 @@ def test_a_cgroup_outside_of_what_is_mounted(machine: Processes) -> None:
     assert machine.times() == {"other": (1.0, 0)}
 
 
+def test_a_cgroup_that_is_made_during_the_scrape(machine: Processes) -> None:
+    """Its event is taken in at the next one."""
+    (machine.cgroupfs / "new").mkdir()
+    machine.start(100)
+    machine.thread(100, 101, "iou-sqp-100", "/new")
+    machine.make(100, 3, fdinfo(101, 1_000_000, 0))
+    assert machine.times() == {}
+    (machine.cgroupfs / "new").rmdir()
+    machine.cgroup("/new")
+    assert machine.times() == {"/new": (1.0, 0)}
+
+
 def test_a_removed_cgroup(machine: Processes) -> None:
     machine.start(100)
     machine.thread(100, 101, "iou-sqp-100")

@@ -74,6 +74,8 @@ class Bdi(Reader):
         self._hierarchy = Hierarchy(0, "")
         self._file = ""
         self._has_warned = False
+        self._bdis: list[str] = []
+        self._texts: dict[str, bytes | None] = {}
         self._wbs: dict[tuple[str, int], _Wb] = {}
         self._counted: dict[Labels, Stats] = {}
 
@@ -132,15 +134,23 @@ class Bdi(Reader):
             "run the exporter as root, where the kernel is not locked down",
         )
 
+    def read(self) -> None:
+        self._bdis = self._listed()
+        if self._file:
+            directory = f"{self._sysfs}/kernel/debug/bdi"
+            # Before the last events of cgroups are taken in: each id has its name by then.
+            self._texts = {bdi: content(f"{directory}/{bdi}/{self._file}") for bdi in self._bdis}
+
     def fill(self, snapshot: Snapshot, host: Host) -> None:
-        bdis = self._bdis()
         for metric, files in _SETTINGS:
             rows = (
-                ((bdi,), value) for bdi in bdis if (value := self._setting(bdi, files)) is not None
+                ((bdi,), value)
+                for bdi in self._bdis
+                if (value := self._setting(bdi, files)) is not None
             )
             snapshot.families.append(family(metric, rows))
         if self._file:
-            self._fill_wbs(snapshot, host, bdis)
+            self._fill_wbs(snapshot, host)
 
     def _setting(self, bdi: str, files: tuple[tuple[str, float], ...]) -> float | None:
         for file, parts in files:
@@ -149,7 +159,7 @@ class Bdi(Reader):
                 return value / parts
         return None
 
-    def _bdis(self) -> list[str]:
+    def _listed(self) -> list[str]:
         """Names of the BDIs to export: disks, other than loop devices and card readers that have
         nothing in them, then the rest."""
         disks, others = [], []
@@ -165,11 +175,10 @@ class Bdi(Reader):
             self._has_warned = True
         return bdis[:BDIS_LIMIT]
 
-    def _fill_wbs(self, snapshot: Snapshot, host: Host, bdis: list[str]) -> None:
+    def _fill_wbs(self, snapshot: Snapshot, host: Host) -> None:
         now: dict[Labels, Stats] = {}
         wbs: dict[tuple[str, int], _Wb] = {}
-        for bdi in bdis:
-            text = content(f"{self._sysfs}/kernel/debug/bdi/{bdi}/{self._file}")
+        for bdi, text in self._texts.items():
             if text is None:  # whatever the reason, what was counted is not counted again
                 wbs |= {key: wb for key, wb in self._wbs.items() if key[0] == bdi}
                 continue
@@ -187,9 +196,8 @@ class Bdi(Reader):
                 now.setdefault(labels, Stats()).update(stats)
                 wb.stats, wb.forgotten = stats, False
         self._wbs = wbs
-        there = frozenset(bdis)
         self._counted = {
-            labels: counted for labels, counted in self._counted.items() if labels[0] in there
+            labels: counted for labels, counted in self._counted.items() if labels[0] in self._texts
         }
         for key, metric in _GAUGES.items():
             rows = ((labels, stats[key]) for labels, stats in now.items() if key in stats)

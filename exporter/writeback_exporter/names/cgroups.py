@@ -266,6 +266,11 @@ class Cgroups:
             _unname(tree, eldest)
             tree.evicted.append(eldest)
 
+    def knows(self, hierarchy: Hierarchy, cgroup: int) -> bool:
+        """Whether a live cgroup has a name by now: not yet, where it was made since the last events
+        were taken in. Asked before `name` by who finds ids only then."""
+        return cgroup in self._trees[hierarchy.id].live
+
     def name(self, hierarchy: Hierarchy, cgroup: int) -> str:
         """The label of a cgroup: its path below the hierarchy's root, or UNATTRIBUTED or OTHER."""
         if not cgroup:

@@ -20,7 +20,7 @@ from writeback_exporter.files.base import content
 from writeback_exporter.kernel.loader import Kernel, has_capability, load
 from writeback_exporter.metrics import catalogue
 from writeback_exporter.metrics.exposition import Snapshot, family
-from writeback_exporter.names.cgroups import OTHER_ID, Hierarchies, Hierarchy
+from writeback_exporter.names.cgroups import OTHER, Hierarchies, Hierarchy
 from writeback_exporter.probes.base import Probe
 
 DISABLED = "/proc/sys/kernel/io_uring_disabled"
@@ -140,9 +140,9 @@ class IoUring(Probe):
             if len(fields) == _FIELDS:
                 thread = fields[b"SqThread"]
                 cgroup = self._cgroup_of(host, thread)
-                if cgroup is not None:
+                if cgroup is not None:  # else all is counted the next time
                     times = _Times(fields[b"SqTotalTime"], fields[b"SqWorkTime"])
-                    self._count(thread, host.cgroups.name(self._hierarchy, cgroup), times)
+                    self._count(thread, cgroup, times)
                 return thread
         return None
 
@@ -155,15 +155,18 @@ class IoUring(Probe):
         counted.busy += max(0, times.busy - last.busy)
         self._threads[thread] = times
 
-    def _cgroup_of(self, host: Host, thread: int) -> int | None:
-        """The id of a thread's cgroup; None where the thread has ended."""
+    def _cgroup_of(self, host: Host, thread: int) -> str | None:
+        """The label of a thread's cgroup; None where the thread has ended, or the cgroup was made
+        since this scrape began and has no name yet."""
         for line in (content(f"{host.procfs}/{thread}/cgroup") or b"").splitlines():
             number, _, path = line.split(b":", 2)
             if int(number) == self._hierarchy.id:
                 try:
-                    return os.stat(os.fsencode(self._hierarchy.mount) + path).st_ino
+                    cgroup = os.stat(os.fsencode(self._hierarchy.mount) + path).st_ino
                 except OSError:
-                    return OTHER_ID  # outside of what is mounted here
+                    return OTHER  # outside of what is mounted here
+                if host.cgroups.knows(self._hierarchy, cgroup):
+                    return host.cgroups.name(self._hierarchy, cgroup)
         return None
 
     def forget(self, gone: set[tuple[int, int]], host: Host, now: float) -> None:
