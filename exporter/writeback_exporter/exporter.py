@@ -20,12 +20,14 @@ from writeback_exporter import __version__
 from writeback_exporter.collector import Collector, Host
 from writeback_exporter.features import Feature, Refused
 from writeback_exporter.files.base import Reader
+from writeback_exporter.files.bdi import Bdi
+from writeback_exporter.files.cgroup_io import CgroupIo
+from writeback_exporter.files.cgroup_memory import CgroupMemory
 from writeback_exporter.files.devices import DeviceInfo
+from writeback_exporter.files.host_memory import HostMemory
 from writeback_exporter.files.pressure import Pressure
 from writeback_exporter.files.pressure_triggers import PressureTriggers
 from writeback_exporter.files.workload import Workloads
-from writeback_exporter.files.bdi import Bdi
-from writeback_exporter.files.host_memory import HostMemory
 from writeback_exporter.kernel import libbpf
 from writeback_exporter.kernel.loader import Kernel
 from writeback_exporter.metrics import catalogue
@@ -38,10 +40,10 @@ from writeback_exporter.probes.base import Probe
 from writeback_exporter.probes.block_io import BlockIo
 from writeback_exporter.probes.cgroup_lifecycle import CgroupLifecycle
 from writeback_exporter.probes.dirty_throttle import DirtyThrottle
+from writeback_exporter.probes.io_uring import IoUring
 from writeback_exporter.probes.page_flow import PageFlow
 from writeback_exporter.probes.page_wait import PageWait
 from writeback_exporter.probes.work import Work
-from writeback_exporter.probes.io_uring import IoUring
 from writeback_exporter.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -59,6 +61,8 @@ _COLLECTORS: tuple[type[Collector], ...] = (
     IoUring,
     HostMemory,
     Bdi,
+    CgroupIo,
+    CgroupMemory,
 )
 COLLECTORS = {collector.name: collector for collector in _COLLECTORS}
 """What --collector.NAME switches."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import threading
 from abc import abstractmethod
+from collections.abc import Iterator
 
 from writeback_exporter.collector import Collector, Host
 from writeback_exporter.features import Feature
@@ -28,19 +29,16 @@ class Reader(Collector):
 
 def content(path: str | bytes) -> bytes | None:
     """A small file's content; None where there is none, or none that can be read, such as that of
-    a cgroup that has just gone. One read() for what fits: kernfs makes the text once a read."""
+    a cgroup that has just gone. Read to its end, as procfs may give less than a page at a time."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return None
     try:
         text = os.read(descriptor, _CHUNK)
-        if len(text) < _CHUNK - 4096:  # seq_file gives whole pages at least until its end
-            return text
-        parts = [text]
-        while text := os.read(descriptor, _CHUNK):
-            parts.append(text)
-        return b"".join(parts)
+        while more := os.read(descriptor, _CHUNK):
+            text += more
+        return text
     except OSError:
         return None
     finally:
@@ -48,7 +46,8 @@ def content(path: str | bytes) -> bytes | None:
 
 
 def keyed(text: bytes) -> dict[bytes, int]:
-    """Lines of "name number", as in memory.stat and vmstat; lines of another form are left out."""
+    """Lines of "name number", as in memory.events and vmstat; lines of another form are left
+    out."""
     numbers = {}
     for line in text.splitlines():
         name, _, number = line.rpartition(b" ")
@@ -66,3 +65,17 @@ def number(path: str | bytes) -> int | None:
 def is_count(number: int) -> bool:
     """Whether it can be true: a counter of the kernel that ran below zero reads as 2^64 - n."""
     return number < 1 << 63
+
+
+def nested(text: bytes) -> Iterator[tuple[bytes, bytes, bytes]]:
+    """(name, key, value) of lines of "name key=value key=value ...", as in io.stat.
+
+    A name may have no keys, and some kernels before 6.1 do not end the line of such a device.
+    """
+    name = b""
+    for word in text.split():
+        key, equals, value = word.partition(b"=")
+        if equals:
+            yield name, key, value
+        else:
+            name = word

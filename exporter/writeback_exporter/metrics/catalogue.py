@@ -599,8 +599,9 @@ CGROUP_MEMORY_BYTES = _metric(
 CGROUP_MEMORY_LIMIT_BYTES = _metric(
     "cgroup_memory_limit_bytes",
     Kind.GAUGE,
-    "Memory limit of the cgroup: max (beyond it the OOM killer comes) or high (beyond it "
-    "tasks are slowed); absent where there is none.",
+    "Memory limit of the cgroup: max (beyond it the OOM killer comes), high (beyond it tasks are "
+    "slowed) or soft (cgroup v1: reclaim of the host's memory takes what is beyond it first); "
+    "absent where there is none.",
     ("cgroup", "limit"),
     "bytes",
 )
@@ -608,20 +609,24 @@ CGROUP_MEMORY_EVENTS = _metric(
     "cgroup_memory_events",
     Kind.COUNTER,
     "Times that the cgroup or one below it met a limit of its memory: low, high, max, oom, "
-    "oom_kill and so on.",
+    "oom_kill and so on. On cgroup v1 max and oom_kill of the cgroup alone.",
     ("cgroup", "event"),
 )
 CGROUP_IO_BYTES = _metric(
     "cgroup_io_bytes",
     Kind.COUNTER,
-    "Bytes of block IO of the cgroup and those below it, counted by the kernel.",
+    "Bytes of block IO of the cgroup and those below it, counted by the kernel (io.stat). On "
+    "cgroup v1 of the cgroup alone, and since 6.10 of a disk only once some cgroup has had a limit "
+    "of it.",
     ("cgroup", "device", "op"),
     "bytes",
 )
 CGROUP_IO_OPERATIONS = _metric(
     "cgroup_io_operations",
     Kind.COUNTER,
-    "Block IO operations of the cgroup and those below it, counted by the kernel.",
+    "Block IO operations of the cgroup and those below it, counted by the kernel (io.stat). On "
+    "cgroup v1 of the cgroup alone, and since 6.10 of a disk only once some cgroup has had a limit "
+    "of it.",
     ("cgroup", "device", "op"),
 )
 CGROUP_IO_MAX_BYTES = _metric(
@@ -642,9 +647,9 @@ CGROUP_IO_MAX_OPERATIONS = _metric(
 CGROUP_IO_WEIGHT = _metric(
     "cgroup_io_weight",
     Kind.GAUGE,
-    "Weight of the cgroup's IO among its siblings; device is default where no device has one "
-    "of its own.",
-    ("cgroup", "device"),
+    "Weight of the cgroup's IO among its siblings, by the policy that heeds it: iocost or bfq. "
+    "Device default is for disks without one of their own.",
+    ("cgroup", "device", "policy"),
 )
 CGROUP_IO_LATENCY_TARGET_SECONDS = _metric(
     "cgroup_io_latency_target_seconds",

@@ -106,11 +106,13 @@ class Devices:
         """The names of all BDIs, in order."""
         return sorted(_list(f"{self._sysfs}/class/bdi"))
 
-    def name(self, dev: str) -> str:
-        """The kernel's name of the disk with that "MAJOR:MINOR"; that itself where it is gone."""
+    def name(self, dev: str) -> str | None:
+        """The kernel's name of the block device that has that "MAJOR:MINOR", if one has it."""
         if dev not in self._links or time.monotonic() - self._listed_at >= _LISTING_SECONDS:
             self._list_numbers()
-        _, link = self._links.get(dev, (0, dev))
+        if dev not in self._links:
+            return None
+        _, link = self._links[dev]
         return _name(link.rpartition("/")[2])
 
     def block_devices(self) -> Mapping[str, BlockDevice]:

@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Block IO by cgroup and disk, its limits and weights, and iocost, from the io controller's files.
+
+Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/blkio-controller.rst. v2's io.stat counts bios
+of a cgroup and those below it. v1's blkio.throttle.* counts are a cgroup's own, since the
+*_recursive ones lose what a cgroup had when it is removed (6.18), and counters must not go back.
+Since blk-throttle is set up with the first limit (6.10), v1 counts on a disk only from then on.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+
+from prometheus_client.metrics_core import Metric as PrometheusMetric
+
+from writeback_exporter.collector import Host
+from writeback_exporter.features import Feature, Refused
+from writeback_exporter.files.base import Reader, content, nested
+from writeback_exporter.metrics import catalogue
+from writeback_exporter.metrics.catalogue import Metric
+from writeback_exporter.metrics.exposition import Labels, Snapshot, family
+from writeback_exporter.names.devices import Devices
+from writeback_exporter.settings import Settings
+
+_MICROSECONDS = 1_000_000
+_PERCENT = 100
+
+
+@dataclass(frozen=True, slots=True)
+class _Field:
+    """Where a number of a file goes: labels after cgroup and device, and what one of the metric's
+    unit is in the kernel's."""
+
+    metric: Metric
+    labels: Labels = ()
+    divisor: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """A file, how it is split into (device, key, value), its fields by key, and the value that
+    stands for nothing."""
+
+    name: bytes
+    split: Callable[[bytes], Iterable[tuple[bytes, bytes, bytes]]]
+    fields: Mapping[bytes, _Field]
+    nothing: bytes
+
+
+def _lines(text: bytes) -> Iterator[tuple[bytes, bytes, bytes]]:
+    """(device, key, value) of lines of "device key value", "device value" or "value"."""
+    for line in text.splitlines():
+        words = line.split()
+        if len(words) == 3:
+            yield words[0], words[1], words[2]
+        elif words:
+            yield words[0] if len(words) == 2 else b"default", b"", words[-1]
+
+
+def _weight(name: bytes, policy: str) -> _File:
+    return _File(name, _lines, {b"": _Field(catalogue.CGROUP_IO_WEIGHT, (policy,))}, b"0")
+
+
+def _v1_counts(name: bytes, metric: Metric) -> _File:
+    ops = ("read", "write", "discard")
+    fields = {op.capitalize().encode(): _Field(metric, (op,)) for op in ops}
+    return _File(b"/blkio.throttle." + name, _lines, fields, b"0")
+
+
+def _v1_limit(name: bytes, metric: Metric, op: str) -> _File:
+    return _File(b"/blkio.throttle." + name, _lines, {b"": _Field(metric, (op,))}, b"0")
+
+
+# The first file of each is there wherever the controller is on. A cgroup has a line for each disk
+# that it has used; an op that it has not used has no sample.
+_V2: tuple[_File, ...] = (
+    _File(
+        b"/io.stat",
+        nested,
+        {
+            b"rbytes": _Field(catalogue.CGROUP_IO_BYTES, ("read",)),
+            b"wbytes": _Field(catalogue.CGROUP_IO_BYTES, ("write",)),
+            b"dbytes": _Field(catalogue.CGROUP_IO_BYTES, ("discard",)),
+            b"rios": _Field(catalogue.CGROUP_IO_OPERATIONS, ("read",)),
+            b"wios": _Field(catalogue.CGROUP_IO_OPERATIONS, ("write",)),
+            b"dios": _Field(catalogue.CGROUP_IO_OPERATIONS, ("discard",)),
+            b"cost.usage": _Field(catalogue.IOCOST_USAGE_SECONDS, (), _MICROSECONDS),
+            b"cost.wait": _Field(catalogue.IOCOST_WAIT_SECONDS, (), _MICROSECONDS),
+        },
+        b"0",
+    ),
+    _File(
+        b"/io.max",
+        nested,
+        {
+            b"rbps": _Field(catalogue.CGROUP_IO_MAX_BYTES, ("read",)),
+            b"wbps": _Field(catalogue.CGROUP_IO_MAX_BYTES, ("write",)),
+            b"riops": _Field(catalogue.CGROUP_IO_MAX_OPERATIONS, ("read",)),
+            b"wiops": _Field(catalogue.CGROUP_IO_MAX_OPERATIONS, ("write",)),
+        },
+        b"max",
+    ),
+    _File(
+        b"/io.latency",
+        nested,
+        {b"target": _Field(catalogue.CGROUP_IO_LATENCY_TARGET_SECONDS, (), _MICROSECONDS)},
+        b"max",
+    ),
+    _weight(b"/io.weight", "iocost"),
+    _weight(b"/io.bfq.weight", "bfq"),
+)
+_V1: tuple[_File, ...] = (
+    _v1_counts(b"io_service_bytes", catalogue.CGROUP_IO_BYTES),
+    _v1_counts(b"io_serviced", catalogue.CGROUP_IO_OPERATIONS),
+    _v1_limit(b"read_bps_device", catalogue.CGROUP_IO_MAX_BYTES, "read"),
+    _v1_limit(b"write_bps_device", catalogue.CGROUP_IO_MAX_BYTES, "write"),
+    _v1_limit(b"read_iops_device", catalogue.CGROUP_IO_MAX_OPERATIONS, "read"),
+    _v1_limit(b"write_iops_device", catalogue.CGROUP_IO_MAX_OPERATIONS, "write"),
+    _weight(b"/blkio.bfq.weight", "bfq"),
+    _weight(b"/blkio.bfq.weight_device", "bfq"),
+)
+# Of v2's root alone, and of disks: without a cgroup in their labels.
+_IOCOST: tuple[_File, ...] = (
+    _File(
+        b"/io.stat",
+        nested,
+        {b"cost.vrate": _Field(catalogue.IOCOST_VRATE_RATIO, (), _PERCENT)},
+        b"",
+    ),
+    _File(
+        b"/io.cost.qos",
+        nested,
+        {
+            b"enable": _Field(catalogue.IOCOST_ENABLED),
+            b"rlat": _Field(catalogue.IOCOST_QOS_LATENCY_SECONDS, ("read",), _MICROSECONDS),
+            b"wlat": _Field(catalogue.IOCOST_QOS_LATENCY_SECONDS, ("write",), _MICROSECONDS),
+            b"rpct": _Field(catalogue.IOCOST_QOS_RATIO, ("rpct",), _PERCENT),
+            b"wpct": _Field(catalogue.IOCOST_QOS_RATIO, ("wpct",), _PERCENT),
+            b"min": _Field(catalogue.IOCOST_QOS_RATIO, ("min",), _PERCENT),
+            b"max": _Field(catalogue.IOCOST_QOS_RATIO, ("max",), _PERCENT),
+        },
+        b"",
+    ),
+    _File(
+        b"/io.cost.model",
+        nested,
+        {
+            b"rbps": _Field(catalogue.IOCOST_MODEL_BYTES, ("read",)),
+            b"wbps": _Field(catalogue.IOCOST_MODEL_BYTES, ("write",)),
+            b"rseqiops": _Field(catalogue.IOCOST_MODEL_OPERATIONS, ("read", "sequential")),
+            b"rrandiops": _Field(catalogue.IOCOST_MODEL_OPERATIONS, ("read", "random")),
+            b"wseqiops": _Field(catalogue.IOCOST_MODEL_OPERATIONS, ("write", "sequential")),
+            b"wrandiops": _Field(catalogue.IOCOST_MODEL_OPERATIONS, ("write", "random")),
+        },
+        b"",
+    ),
+)
+
+
+class CgroupIo(Reader):
+    """Block IO of each cgroup as the kernel counts it, its limits and weights as they are set, and
+    iocost."""
+
+    name = "cgroup_io"
+
+    def open(self, settings: Settings, host: Host, lock: threading.Lock) -> list[Feature]:
+        self._hierarchy = host.cgroups.hierarchies.io
+        v2 = self._hierarchy.id == 0
+        self._files = _V2 if v2 else _V1
+        self._of_root = _IOCOST if v2 else ()
+        sign = os.fsencode(self._hierarchy.mount) + self._files[0].name
+        if content(sign) is None:
+            raise Refused(
+                "no io controller",
+                f"cannot read {os.fsdecode(sign)}",
+                "run a kernel with CONFIG_BLK_CGROUP and CONFIG_BLK_DEV_THROTTLING",
+            )
+        return []
+
+    def fill(self, snapshot: Snapshot, host: Host) -> None:
+        samples = _Samples((*self._files, *self._of_root), host.devices)
+        sign, *others = self._files
+        there: list[_File] | None = None
+        for _, cgroup, directory in host.cgroups.listed(self._hierarchy):
+            text = content(directory + sign.name)
+            if text is None:  # it has gone, or the controller is off there
+                continue
+            samples.add(sign, text, (cgroup,))
+            if cgroup == "/":
+                for file in self._of_root:
+                    samples.add(file, content(directory + file.name), ())
+            elif there is None:
+                there = _there(directory, others)
+            for file in others if there is None else there:
+                samples.add(file, content(directory + file.name), (cgroup,))
+        snapshot.families += samples.families()
+
+
+def _there(directory: bytes, files: Iterable[_File]) -> list[_File] | None:
+    """Those of the files that this kernel has, which differ as bfq comes and goes; None where the
+    cgroup has just gone. To try one in vain takes 2 us a cgroup."""
+    try:
+        names = set(os.listdir(directory))
+    except OSError:
+        return None
+    return [file for file in files if file.name[1:] in names]
+
+
+class _Samples:
+    """Samples by metric, of these files."""
+
+    def __init__(self, files: Iterable[_File], devices: Devices) -> None:
+        metrics = {field.metric.name: field.metric for f in files for field in f.fields.values()}
+        self._rows: dict[str, tuple[Metric, list[tuple[Labels, float]]]] = {
+            name: (metric, []) for name, metric in metrics.items()
+        }
+
+        @cache  # for one scrape: by the next, the number may be another disk's
+        def device(number: bytes) -> str | None:
+            return "default" if number == b"default" else devices.name(os.fsdecode(number))
+
+        self._device = device
+
+    def add(self, file: _File, text: bytes | None, owner: Labels) -> None:
+        """Takes what is in the file's text, if there is one; what is no number is left out, and
+        so are disks that have just gone."""
+        for number, key, value in file.split(text or b""):
+            field = file.fields.get(key)
+            if field is None or value == file.nothing:
+                continue
+            device = self._device(number)
+            if device is None:
+                continue
+            try:
+                amount = float(value) / field.divisor
+            except ValueError:
+                continue
+            _, rows = self._rows[field.metric.name]
+            rows.append(((*owner, device, *field.labels), amount))
+
+    def families(self) -> Iterator[PrometheusMetric]:
+        for metric, rows in self._rows.values():
+            yield family(metric, rows)
