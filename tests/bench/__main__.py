@@ -9,12 +9,13 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tests.bench import bench_bpf, bench_exposition, bench_scrape
+from tests.bench import bench_bpf, bench_exposition, bench_files, bench_scrape
 from tests.bench.tables import Reach
 
 BENCHES: dict[str, Callable[[Sequence[str]], list[Reach] | int]] = {
     "BPF programs": bench_bpf.main,
     "scrapes": bench_scrape.main,
+    "files of cgroups": bench_files.main,
     "exposition": bench_exposition.main,
 }
 
