@@ -15,14 +15,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from prometheus_client.metrics_core import Metric as PrometheusMetric
-
 from writeback_exporter.collector import Host
 from writeback_exporter.features import Feature, Refused
 from writeback_exporter.files.base import Reader, content, nested
 from writeback_exporter.metrics import catalogue
 from writeback_exporter.metrics.catalogue import Metric
-from writeback_exporter.metrics.exposition import Labels, Snapshot, family
+from writeback_exporter.metrics.exposition import Family, Labels, Snapshot, family
 from writeback_exporter.names.devices import Devices
 from writeback_exporter.settings import Settings
 
@@ -242,6 +240,6 @@ class _Samples:
             _, rows = self._rows[field.metric.name]
             rows.append(((*owner, device, *field.labels), amount))
 
-    def families(self) -> Iterator[PrometheusMetric]:
+    def families(self) -> Iterator[Family]:
         for metric, rows in self._rows.values():
             yield family(metric, rows)
