@@ -50,13 +50,13 @@ class _File:
 
 
 def _lines(text: bytes) -> Iterator[tuple[bytes, bytes, bytes]]:
-    """(device, key, value) of lines of "device key value", "device value" or "value"."""
+    """(device, key, value) of lines of "device key value" or "device value"."""
     for line in text.splitlines():
         words = line.split()
         if len(words) == 3:
             yield words[0], words[1], words[2]
-        elif words:
-            yield words[0] if len(words) == 2 else b"default", b"", words[-1]
+        elif len(words) == 2:
+            yield words[0], b"", words[1]
 
 
 def _weight(name: bytes, policy: str) -> _File:
@@ -118,7 +118,6 @@ _V1: tuple[_File, ...] = (
     _v1_limit(b"write_bps_device", catalogue.CGROUP_IO_MAX_BYTES, "write"),
     _v1_limit(b"read_iops_device", catalogue.CGROUP_IO_MAX_OPERATIONS, "read"),
     _v1_limit(b"write_iops_device", catalogue.CGROUP_IO_MAX_OPERATIONS, "write"),
-    _weight(b"/blkio.bfq.weight", "bfq"),
     _weight(b"/blkio.bfq.weight_device", "bfq"),
 )
 # Of v2's root alone, and of disks: without a cgroup in their labels.
