@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The v2 memory controller's files against writers of known size, limits and kills."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests import lab
+from tests.lab import BUFFERED_WRITER, Cgroup, Scrape
+
+from .test_main_signals import FAST, MIB, io_stat
+
+DIRTY = Path("/proc/sys/vm")
+
+
+@pytest.fixture
+def group() -> Iterator[Cgroup]:
+    with lab.cgroup(lab.hierarchies().io, "memory-files") as made:
+        yield made
+
+
+@contextmanager
+def nobody_writes_back() -> Iterator[None]:
+    """The flusher neither looks for old pages nor finds too many."""
+    settings = {"dirty_writeback_centisecs": "0", "dirty_background_ratio": "80"}
+    settings["dirty_ratio"] = "90"
+    before = {name: (DIRTY / name).read_text() for name in settings}
+    try:
+        for name, value in settings.items():
+            (DIRTY / name).write_text(value)
+        yield
+    finally:
+        for name, value in before.items():
+            (DIRTY / name).write_text(value)
+
+
+def stat(group: Cgroup, key: str) -> int:
+    for line in (group.directory / "memory.stat").read_text().splitlines():
+        name, value = line.split()
+        if name == key:
+            return int(value)
+    raise AssertionError(f"no {key}")
+
+
+def own(scrape: Scrape, metric: str, group: Cgroup) -> float:
+    (value,) = scrape.select(metric, cgroup=group.label).values()
+    return value
+
+
+def events(scrape: Scrape, group: Cgroup) -> dict[str, float]:
+    return {
+        dict(series)["event"]: value
+        for series, value in scrape.select("cgroup_memory_events_total", cgroup=group.label).items()
+    }
+
+
+def events_file(group: Cgroup) -> dict[str, float]:
+    lines = (group.directory / "memory.events").read_text().splitlines()
+    return {name: float(count) for name, count in map(str.split, lines)}
+
+
+def test_dirty_memory(group: Cgroup, tmp_path: Path) -> None:
+    with lab.ext4(FAST, tmp_path) as mount, lab.Exporter() as exporter, nobody_writes_back():
+        lab.run_in([group], BUFFERED_WRITER, mount / "file", 8 * MIB)
+        # A cgroup that is new to a disk has no share of the limits yet: the flusher writes a few of
+        # its first pages all the same. And per-CPU counts are summed every two seconds only.
+        _settled(group, lambda dirty, written: dirty + written >= 8 * MIB)
+        scrape = exporter.scrape()
+        dirty, written = _dirty_and_written(group)
+        assert own(scrape, "cgroup_dirty_bytes", group) == dirty
+        assert dirty > 4 * MIB
+        assert 8 * MIB <= dirty + written < 9 * MIB  # with some blocks of the file system's
+        assert own(scrape, "cgroup_writeback_bytes", group) == 0
+        assert 8 * MIB <= own(scrape, "cgroup_memory_bytes", group) < 64 * MIB
+        lab.sh("sync", "-f", mount)
+        _settled(group, lambda dirty, written: dirty == 0)
+        assert own(exporter.scrape(), "cgroup_dirty_bytes", group) == 0
+
+
+def _dirty_and_written(group: Cgroup) -> tuple[int, int]:
+    return stat(group, "file_dirty"), io_stat(group, FAST).get("wbytes", 0)
+
+
+def _settled(group: Cgroup, condition: Callable[[int, int], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition(*_dirty_and_written(group)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+
+
+def test_high_and_max(group: Cgroup, tmp_path: Path) -> None:
+    with lab.ext4(FAST, tmp_path) as mount, lab.Exporter() as exporter:
+        assert not exporter.scrape().select("cgroup_memory_limit_bytes", cgroup=group.label)
+        (group.directory / "memory.high").write_text(str(16 * MIB))
+        lab.run_in([group], BUFFERED_WRITER, mount / "file", 24 * MIB)
+        (group.directory / "memory.max").write_text(str(24 * MIB))
+        scrape = exporter.scrape()
+        limits = scrape.select("cgroup_memory_limit_bytes", cgroup=group.label)
+        assert {dict(series)["limit"]: value for series, value in limits.items()} == {
+            "high": 16 * MIB,
+            "max": 24 * MIB,
+        }
+        assert events(scrape, group) == events_file(group)
+        assert events(scrape, group)["high"] > 0
+        assert events(scrape, group)["oom_kill"] == 0
+        # Its own share of memory is now mostly page cache that could go: anonymous memory cannot.
+        (group.directory / "memory.high").write_text("max")
+        code = "block = bytearray(b'x') * int(arguments[0])"
+        process = lab.spawn_in([group], code, 48 * MIB)
+        process.communicate(timeout=60)
+        assert process.returncode == -signal.SIGKILL
+        counts = events(exporter.scrape(), group)
+        assert counts == events_file(group)
+        assert counts["max"] > 0
+        assert counts["oom"] >= 1
+        assert counts["oom_kill"] == 1
+
+
+def test_events_and_dirty_memory_are_the_parents_too(group: Cgroup, tmp_path: Path) -> None:
+    (group.directory / "cgroup.subtree_control").write_text("+memory")
+    child = Cgroup(group.directory / "child", f"{group.label}/child")
+    child.directory.mkdir()
+    with lab.Exporter() as exporter:
+        try:
+            (child.directory / "memory.max").write_text(str(8 * MIB))
+            process = lab.spawn_in([child], "block = bytearray(b'x') * (16 << 20)")
+            process.communicate(timeout=60)
+            assert process.returncode == -signal.SIGKILL
+            scrape = exporter.scrape()
+            assert events(scrape, child)["oom_kill"] == events(scrape, group)["oom_kill"] == 1
+        finally:
+            child.directory.rmdir()
+        scrape = exporter.scrape()
+        assert events(scrape, group)["oom_kill"] == 1  # it has not gone back
+        assert not events(scrape, child)
