@@ -94,8 +94,10 @@ class Machine:
         self.host.cgroups.forget(gone, self.now)
         samples: Samples = {}
         for family in snapshot.families:
-            assert family.name.removeprefix("writeback_") not in samples, "a family is there twice"
-            for sample in family.samples:
+            assert family.metric.name.removeprefix("writeback_") not in samples, (
+                "a family is there twice"
+            )
+            for sample in family.model().samples:
                 series = samples.setdefault(sample.name.removeprefix("writeback_"), {})
                 labels = tuple(sample.labels.values())
                 assert labels not in series, f"{sample.name}{labels} is there twice"

@@ -28,18 +28,16 @@ import writeback_exporter
 from writeback_exporter import __version__, cli
 from writeback_exporter.exporter import COLLECTORS
 from writeback_exporter.names.cgroups import find_hierarchies
+from writeback_exporter.probes.base import Probe
 
 EXPORTER = str(Path(sys.executable).parent / "writeback-exporter")
 HANG = 60
 """Seconds after which a run is taken to hang."""
 FEATURES = {
-    "dirty_throttle",
-    "block_io",
-    "work",
-    "page_wait",
-    "cgroup_lifecycle",
-}
-FEATURES = {"dirty_throttle", "block_io", "cgroup_lifecycle", "io_uring"}
+    name
+    for name, collector in COLLECTORS.items()
+    if issubclass(collector, Probe) and collector.default
+} | {"cgroup_lifecycle"}
 """Those that need a right."""
 
 Completed = subprocess.CompletedProcess[str]

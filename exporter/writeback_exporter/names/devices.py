@@ -21,8 +21,6 @@ from writeback_exporter.names.cgroups import printable
 
 _PAGE = 1 << 16  # what an attribute of sysfs has at most
 
-# Numbers are looked up in a listing of sysfs that is this old at most: one for all of a scrape.
-_LISTING_SECONDS = 1.0
 # How long what can change while the disks stay the same is believed: who holds them, schedulers,
 # the files of loop devices.
 _REFRESH_SECONDS = 30.0
@@ -81,7 +79,6 @@ class Devices:
         self._queues = _Queues(f"{sysfs}/block")
         self._links: dict[str, tuple[int, str]] = {}
         """By number: the link's inode, which is never used twice, and where it points to."""
-        self._listed_at = float("-inf")
         self._block_devices: dict[str, BlockDevice] = {}
         self._read_at = float("-inf")
 
@@ -108,12 +105,7 @@ class Devices:
 
     def name(self, dev: str) -> str | None:
         """The kernel's name of the block device that has that "MAJOR:MINOR", if one has it."""
-        if dev not in self._links or time.monotonic() - self._listed_at >= _LISTING_SECONDS:
-            self._list_numbers()
-        if dev not in self._links:
-            return None
-        _, link = self._links[dev]
-        return _name(link.rpartition("/")[2])
+        return _name(os.path.basename(_link(f"{self._sysfs}/dev/block/{dev}"))) or None
 
     def block_devices(self) -> Mapping[str, BlockDevice]:
         """All disks and partitions by name: who is there now, described as of 30 s ago or later."""
@@ -133,7 +125,6 @@ class Devices:
 
     def _list_numbers(self) -> bool:
         """Looks which numbers there are; whether that changed."""
-        self._listed_at = time.monotonic()
         links: dict[str, tuple[int, str]] = {}
         with suppress(OSError), os.scandir(f"{self._sysfs}/dev/block") as entries:
             for entry in entries:
