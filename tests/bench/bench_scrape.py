@@ -4,8 +4,9 @@
     python -m tests.bench.bench_scrape [--cgroups N...]
 
 First a running exporter, as a user starts it. Then, in a process of its own for each size, an
-exporter whose real block_io map is filled with entries of a disk of ours and of many cgroups: up to
-a thousand are made, those beyond are made known as if the kernel had told of them.
+exporter with all collectors, whose real block_io map is filled with entries of a disk of ours and of
+many cgroups: up to a thousand are made, in each hierarchy, those beyond are made known as if the
+kernel had told of them, and have no files.
 """
 
 from __future__ import annotations
@@ -105,9 +106,13 @@ def scrapes(cgroups: int) -> Scrape:
 
 
 def _made(stack: ExitStack, count: int) -> Iterator[lab.Cgroup]:
-    hierarchy = lab.hierarchies().io
+    """Those of the hierarchy that owns IO."""
+    hierarchies = lab.hierarchies()
     for i in range(count):
-        yield stack.enter_context(lab.cgroup(hierarchy, f"{_name(i)}-{os.getpid()}"))
+        name = f"{_name(i)}-{os.getpid()}"
+        for hierarchy in hierarchies.all - {hierarchies.io}:
+            stack.enter_context(lab.cgroup(hierarchy, name))
+        yield stack.enter_context(lab.cgroup(hierarchies.io, name))
 
 
 def _name(number: int) -> str:
