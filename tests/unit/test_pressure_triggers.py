@@ -289,7 +289,7 @@ def test_limit(
     with Triggers(tmp_path, (IO, MEMORY), "/.*") as triggers:
         assert triggers.states() == armed(5, over_limit=3)
         (record,) = caplog.records
-        assert "3 PSI triggers are beyond the limit of 5" in record.message
+        assert "3 PSI triggers are left out: the limit is 5 at once" in record.message
         gone = next(a for a in triggers.collector._armed.values() if a.key[0])
         with triggers.lock:
             triggers.host.cgroups.apply(RMDIR, 0, gone.key[0], gone.labels[0].encode(), 1.0)
@@ -297,6 +297,21 @@ def test_limit(
         wait_for(lambda: triggers.states()["over_limit"] < 3)
         assert triggers.states()["armed"] == 5
     assert len(caplog.records) == 1
+
+
+def test_limit_of_counters_that_nobody_scrapes(
+    tmp_path: Path, top: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_SERIES_LIMIT", 4)
+    with Triggers(tmp_path, (IO,), "/.*") as triggers:
+        assert triggers.states() == armed(4)
+        cgroup = (top / "a").stat().st_ino
+        put(top / "new", CGROUP)
+        with triggers.lock:
+            triggers.host.cgroups.apply(RMDIR, 0, cgroup, b"/a", 1.0)
+            triggers.host.cgroups.apply(MKDIR, 0, 1000, b"/new", 1.0)
+        wait_for(lambda: triggers.states() == armed(3, over_limit=1))
+        assert ("/a", "io", "some", "150ms/2s") in triggers.counts()
 
 
 def test_a_scrape_holds_nothing_up(tmp_path: Path, top: Path) -> None:

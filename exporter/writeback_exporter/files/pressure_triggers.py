@@ -34,6 +34,9 @@ log = logging.getLogger(__name__)
 LIMIT = 1000
 """Triggers armed at once: each is a descriptor, of which the exporter may have 4096."""
 
+_SERIES_LIMIT = 50_000
+"""Counters kept where nobody scrapes, of cgroups that have gone as well."""
+
 _LOOK_SECONDS = 0.5
 """How often to look whether cgroups came or went."""
 _RETRY_SECONDS = 30.0
@@ -68,7 +71,7 @@ class PressureTriggers(Reader):
         self._keys: set[_Key] = set()  # of what is armed
         self._refused: set[_Key] = set()
         self._over_limit = 0
-        self._told: set[tuple[PressureTrigger, str]] = set()
+        self._told: set[str] = set()  # what was logged, or is a feature
         self._averaged = False
         self._hierarchy: Hierarchy | None = None  # whose cgroups may get triggers
         self._seen = -1  # the generation of cgroups that was looked at last
@@ -91,7 +94,7 @@ class PressureTriggers(Reader):
                 self._arm((_HOST, trigger), "/", path)
             except Refused as refusal:
                 self._refused.add((_HOST, trigger))
-                self._told.add((trigger, refusal.reason))
+                self._told.add(f"{trigger}: {refusal.reason}")
                 features.append(Feature.refused(name, refusal))
             else:
                 features.append(Feature(name, True))
@@ -176,14 +179,15 @@ class PressureTriggers(Reader):
             self._retry_at = now + _RETRY_SECONDS
         self._refused = {key for key in self._refused if key in wanted or key[0] == _HOST}
         missing = [key for key in wanted if key not in self._keys and key not in self._refused]
-        room = LIMIT - len(self._armed)
+        room = max(0, min(LIMIT - len(self._armed), _SERIES_LIMIT - len(self._counts)))
         self._over_limit = max(0, len(missing) - room)
-        if self._over_limit and not self._was_told(self._settings.pressure_triggers[0], "limit"):
+        if self._over_limit and self._is_new("limit"):
             log.warning(
-                "%d PSI triggers are beyond the limit of %d and left out; let "
-                "--pressure.trigger.cgroups match fewer cgroups",
+                "%d PSI triggers are left out: the limit is %d at once, and %d counters until a "
+                "scrape; let --pressure.trigger.cgroups match fewer cgroups",
                 self._over_limit,
                 LIMIT,
+                _SERIES_LIMIT,
             )
         for key in missing[:room]:
             label, directory = wanted[key]
@@ -192,13 +196,14 @@ class PressureTriggers(Reader):
             except Refused as refusal:
                 self._refused.add(key)
                 # What is not there has gone, or will be there when it is tried again.
-                if refusal.reason != _NOT_THERE and not self._was_told(key[1], refusal.reason):
+                if refusal.reason != _NOT_THERE and self._is_new(f"{key[1]}: {refusal.reason}"):
                     log.warning("PSI trigger %s is refused: %s", key[1], refusal)
 
-    def _was_told(self, trigger: PressureTrigger, reason: str) -> bool:
-        told = (trigger, reason) in self._told
-        self._told.add((trigger, reason))
-        return told
+    def _is_new(self, message: str) -> bool:
+        """Whether this is to be told for the first time."""
+        new = message not in self._told
+        self._told.add(message)
+        return new
 
     def _arm(self, key: _Key, label: str, path: str | bytes) -> None:
         """Raises Refused."""
@@ -278,37 +283,36 @@ class PressureTriggers(Reader):
 
 
 _NOT_THERE = "not there"
-_WHAT_TO_DO = {
-    errno.ENOENT: (
-        _NOT_THERE,
-        "use a kernel that accounts it; in a cgroup, write 1 to its cgroup.pressure",
-    ),
-    errno.EACCES: ("no right", "run the exporter as root, or give it CAP_DAC_OVERRIDE"),
-    errno.EROFS: (
-        "read-only",
-        "let the exporter write there, for that is how a trigger is set: mount it rw, in systemd "
-        "with ProtectControlGroups=no",
-    ),
-    errno.EMFILE: ("no descriptor", "raise the limit of open files"),
-}
-_WHAT_TO_DO[errno.ENODEV] = _WHAT_TO_DO[errno.EOPNOTSUPP] = _WHAT_TO_DO[errno.ENOENT]
-_WHAT_TO_DO[errno.EPERM] = _WHAT_TO_DO[errno.EACCES]
-_WHAT_TO_DO[errno.ENFILE] = _WHAT_TO_DO[errno.EMFILE]
 
 
 def _refusal(
     trigger: PressureTrigger, path: str | bytes, averaged: bool, error: OSError
 ) -> Refused:
-    if error.errno == errno.EINVAL and averaged and trigger.window % _AVERAGING:
-        reason = "no right"
-        remedy = "give the exporter CAP_SYS_RESOURCE, or take a window that is a multiple of 2s"
-    elif error.errno == errno.EINVAL and trigger.window < _SHORTEST_WINDOW:
-        reason = "window too short"
-        remedy = "take a window of 500ms or more, the shortest of this kernel"
-    else:
-        reason, remedy = _WHAT_TO_DO.get(
-            error.errno or 0, ("refused by the kernel", "take other limits, or do without")
-        )
+    match error.errno:
+        case errno.EINVAL if averaged and trigger.window % _AVERAGING:
+            reason = "no right"
+            remedy = "give the exporter CAP_SYS_RESOURCE, or take a window that is a multiple of 2s"
+        case errno.EINVAL if trigger.window < _SHORTEST_WINDOW:
+            reason = "window too short"
+            remedy = "take a window of 500ms or more, the shortest of this kernel"
+        case errno.ENOENT | errno.ENODEV | errno.EOPNOTSUPP:
+            reason = _NOT_THERE
+            remedy = "use a kernel that accounts it; in a cgroup, write 1 to its cgroup.pressure"
+        case errno.EACCES | errno.EPERM:
+            reason = "no right"
+            remedy = "run the exporter as root, or give it CAP_DAC_OVERRIDE"
+        case errno.EROFS:
+            reason = "read-only"
+            remedy = (
+                "let the exporter write there, for that is how a trigger is set: mount it rw, in "
+                "systemd with ProtectControlGroups=no"
+            )
+        case errno.EMFILE | errno.ENFILE:
+            reason = "no descriptor"
+            remedy = "raise the limit of open files"
+        case _:
+            reason = "refused by the kernel"
+            remedy = "take other limits, or do without"
     return Refused(reason, f"{os.fsdecode(path)}: {error.strerror}", remedy)
 
 
