@@ -138,7 +138,7 @@ class PressureTriggers(Reader):
         """Whether tasks have waited for the threshold since the trigger was armed.
 
         Without CAP_SYS_RESOURCE the kernel compares the total of the averages with one that only
-        privileged triggers advance (psi_trigger_create in 6.12 and 7.3): in the first two windows
+        privileged triggers advance (psi_trigger_create; seen in 6.18): in the first two windows
         it takes for growth what had been waited for before.
         """
         if self._averaged and armed.total is not None:
