@@ -277,6 +277,20 @@ def test_files_that_vanish_meanwhile(tmp_path: Path) -> None:
     assert results <= {POD, Container("containerd", "nginx")}
 
 
+def test_fifo_is_not_read_even_if_somebody_writes(tmp_path: Path) -> None:
+    fifo = tmp_path / CONTAINERD
+    fifo.parent.mkdir(parents=True)
+    os.mkfifo(fifo)
+    text = json.dumps({"annotations": CRI}).encode()
+    writer = os.open(fifo, os.O_RDWR)
+    try:
+        os.write(writer, text)
+        assert found(tmp_path, IN_POD) == Names()
+        assert os.read(writer, len(text)) == text
+    finally:
+        os.close(writer)
+
+
 @pytest.mark.parametrize(
     "content",
     [
