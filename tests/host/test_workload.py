@@ -16,6 +16,9 @@ import pytest
 
 from tests import lab
 from tests.lab import Cgroup
+from writeback_exporter.exporter import Exporter
+from writeback_exporter.files import workload
+from writeback_exporter.settings import Settings
 
 ID = "0123456789abcdef" * 4
 UID = "01234567-89ab-cdef-0123-456789abcdef"
@@ -139,3 +142,29 @@ def test_dead_disk_hangs_neither_scrapes_nor_the_end(top: str, tmp_path: Path) -
         assert exporter.scrape().sum("exporter_collector_success", collector="workload") == 1
         assert sleeping(exporter.process.pid) == hanging
         assert exporter.stop() == 0
+
+
+def test_dead_disk_is_said_once(
+    top: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(workload, "_HANG_SECONDS", 0.2)
+    settings = Settings(
+        listen=(),
+        telemetry_path="/metrics",
+        collectors=frozenset({"workload"}),
+        procfs="/proc",
+        sysfs="/sys",
+        cgroupfs="/sys/fs/cgroup",
+        rootfs=str(tmp_path),
+    )
+    exporter = Exporter(settings)
+    with pod_cgroup(top), dead_file_system(tmp_path / "var/log/pods"):
+        exporter.start()
+        deadline = time.monotonic() + PATIENCE
+        while "has not answered" not in caplog.text:
+            assert time.monotonic() < deadline
+            exporter.collect()
+            time.sleep(0.05)
+        exporter.collect()
+        exporter.close()
+    assert caplog.text.count("has not answered") == 1
