@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import signal
 import stat
 import struct
 import subprocess
@@ -42,6 +43,15 @@ class Served:
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Who asks it for something waits, as for an NFS server that is gone."""
+        self._process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._process.send_signal(signal.SIGCONT)
 
     def written(self) -> int:
         """How many bytes it was given; waits for its end, after umount."""

@@ -6,9 +6,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+import pytest
 
 from tests import lab
 from tests.lab import BUFFERED_WRITER, DIRECT_READER, DIRECT_WRITER, Disk
@@ -207,3 +212,60 @@ def test_a_fuse_file_system_that_is_slow(tmp_path: Path) -> None:
         lab.sh("umount", directory)
         assert served.written() == 8 * MIB
         assert not exporter.scrape().select("bdi_info", bdi=bdi)
+
+
+def test_a_disk_whose_attributes_hang(tmp_path: Path) -> None:
+    """Who switches the scheduler of a disk whose requests do not end holds its queue's lock: who
+    reads an attribute waits for it in vain, and a scrape must not."""
+    lab.sh("modprobe", "fuse")
+    directory = tmp_path / "mount"
+    directory.mkdir()
+    with lab.Exporter() as exporter, fuse.mounted(directory, seconds=0) as served:
+        (directory / "file").write_bytes(bytes(MIB))
+        disk = Disk(lab.sh("losetup", "--find", "--show", directory / "file"))
+        queue = Path("/sys/block", disk.name, "queue")
+        available = (queue / "scheduler").read_text().split()
+        other = next((name for name in available if not name.startswith("[")), None)
+        if other is None:
+            pytest.skip("this kernel has no second scheduler")
+        before = info(exporter.scrape(), "device_info", device=disk.name)
+        assert f"[{before['scheduler']}]" in available
+        waiting = []
+
+        def start(code: str, *arguments: str) -> subprocess.Popen[bytes]:
+            command = [sys.executable, "-I", "-S", "-c", f"import os, sys; {code}", *arguments]
+            waiting.append(subprocess.Popen(command))
+            return waiting[-1]
+
+        with served.stopped():
+            start("os.fsync(os.open(sys.argv[1], os.O_RDWR))", disk.path)
+            until(lambda: disk.stats().inflight == 1)
+            switch = start("open(sys.argv[1], 'w').write(sys.argv[2])", f"{queue}/scheduler", other)
+            until(lambda: sleeps(switch))
+            reader = start("open(sys.argv[1]).read()", f"{queue}/scheduler")
+            until(lambda: reader.poll() is not None or sleeps(reader))
+            for _ in range(2):
+                # Its time limit is 30 s, and served is stopped until the end of this.
+                scrape = exporter.scrape()
+                assert scrape.values("exporter_collector_success", "collector") >= {"devices"}
+                assert all(scrape.select("exporter_collector_success").values())
+                assert info(scrape, "device_info", device=disk.name)["dev"] == disk.dev
+                assert info(scrape, "device_info", device=FAST.name)["scheduler"]
+            hangs = reader.poll() is None
+        for process in waiting:
+            assert process.wait(30) == 0
+        print(f"reading a queue's attribute {'hangs' if hangs else 'does not hang'} here")
+        lab.sh("losetup", "--detach", disk.path)
+
+
+def until(happened: Callable[[], bool]) -> None:
+    ends = time.monotonic() + 30
+    while not happened():
+        assert time.monotonic() < ends, "it did not happen"
+        time.sleep(0.05)
+
+
+def sleeps(process: subprocess.Popen[bytes]) -> bool:
+    """Whether it waits and no signal ends that."""
+    state = Path(f"/proc/{process.pid}/stat").read_text().rpartition(") ")[2]
+    return state.startswith("D")
