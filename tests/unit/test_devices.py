@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from writeback_exporter.collector import Host
+from writeback_exporter.features import Refused
 from writeback_exporter.files.devices import DeviceInfo
 from writeback_exporter.metrics.exposition import Snapshot, negotiate, render
 from writeback_exporter.names.cgroups import Cgroups, Hierarchies, Hierarchy
@@ -378,7 +379,7 @@ def test_a_disk_whose_attributes_hang(machine: Machine) -> None:
     found = devices.block_devices()
     schedulers = {name: device.scheduler for name, device in found.items()}
     assert schedulers == {"sda": "bfq", "sdb": "", "sdc": "bfq"}
-    # It is left alone: no second thread hangs there, and another attribute waits for the first.
+    # It is left alone: no second thread hangs there.
     devices._read_at = float("-inf")
     assert devices.block_devices()["sdc"].scheduler == "bfq"
     assert threading.active_count() == before + 1
@@ -391,6 +392,13 @@ def test_a_disk_whose_attributes_hang(machine: Machine) -> None:
     devices._read_at = float("-inf")
     assert devices.block_devices()["sdb"].scheduler == "kyber"
     assert threading.active_count() == before
+    # What hangs later is as it was.
+    file.unlink()
+    os.mkfifo(file)
+    devices._read_at = float("-inf")
+    assert devices.block_devices()["sdb"].scheduler == "kyber"
+    assert threading.active_count() == before + 1
+    file.open("w").close()
 
 
 # File systems ------------------------------------------------------------------------------------
@@ -535,3 +543,11 @@ def test_mounts_of_self_where_those_of_init_are_not_to_be_had(machine: Machine) 
     machine.mount("8:0", "/", "/mine", "ext4", "/dev/sda")
     (machine.procfs / "1").rename(machine.procfs / "self")
     assert device(machine.scrape("self"), "sda")["mountpoint"] == "/mine"
+
+
+def test_without_procfs(machine: Machine) -> None:
+    hierarchy = Hierarchy(0, "/nowhere")
+    host = Host(Cgroups(Hierarchies(hierarchy, hierarchy)), machine.devices())
+    settings = Settings((), "/metrics", frozenset(), "/nowhere", str(machine.sysfs), "/nowhere")
+    with pytest.raises(Refused, match="cannot open /nowhere/self/mountinfo: No such file"):
+        DeviceInfo().open(settings, host, threading.Lock())

@@ -29,10 +29,8 @@ _PATIENCE_SECONDS = 0.25
 _LONGEST_SECONDS = 1.0
 
 # Of disks whose names say what they are; all others are just disks.
-_KINDS = {
-    **dict.fromkeys(("bcache", "drbd", "loop", "md", "nbd", "ram", "rbd", "zram")),
-    "sr": "rom",
-}
+_KINDS = {kind: kind for kind in ("bcache", "drbd", "loop", "md", "nbd", "ram", "rbd", "zram")}
+_KINDS["sr"] = "rom"
 # Device mapper: its users begin the UUID with what they are.
 _MAPPER_KINDS = {"LVM": "lvm", "CRYPT": "crypt", "mpath": "mpath"}
 # A path to an NVMe namespace, subsystem 0, controller 1, namespace 2: "nvme0c1n2"; its head is
@@ -77,6 +75,7 @@ class Devices:
                     "where it is with --path.sysfs"
                 )
         self._queues = _Queues(f"{sysfs}/block")
+        self._queue_attributes: dict[str, list[str]] = {}
         self._links: dict[str, tuple[int, str]] = {}
         """By number: the link's inode, which is never used twice, and where it points to."""
         self._block_devices: dict[str, BlockDevice] = {}
@@ -140,7 +139,10 @@ class Devices:
     def _read_devices(self) -> Iterator[BlockDevice]:
         entries = _list(f"{self._sysfs}/block")
         disks = {_name(entry): f"{self._sysfs}/block/{entry}" for entry in entries}
-        queues = self._queues.read(entries, ("rotational", "scheduler"))
+        # What does not answer is believed to be as it was.
+        known = self._queue_attributes | self._queues.read(entries, ("rotational", "scheduler"))
+        queues = {entry: known.get(entry, ["", ""]) for entry in entries}
+        self._queue_attributes = queues
         numbers, partitions = {}, {}
         for dev, (_, link) in self._links.items():
             above, name = map(_name, link.split("/")[-2:])
@@ -151,7 +153,7 @@ class Devices:
         for name, directory in disks.items():
             kind, alias = _kind(name, directory)
             head = _nvme_head(name, disks)
-            rotational, scheduler = queues.get(_entry(name), ("", ""))
+            rotational, scheduler = queues[_entry(name)]
             yield BlockDevice(
                 name=name,
                 dev=numbers.get(name, ""),
@@ -164,7 +166,7 @@ class Devices:
                 scheduler=_chosen(scheduler),
             )
         for name, disk in partitions.items():
-            rotational, scheduler = queues.get(_entry(disk), ("", ""))
+            rotational, scheduler = queues[_entry(disk)]
             yield BlockDevice(
                 name=name,
                 dev=numbers[name],
@@ -200,6 +202,7 @@ class _Queues:
 
     Reading one may never end: who switches the scheduler holds the queue's lock, for which the
     attributes wait, while he waits for the disk's requests, and those of a dead disk do not end.
+    No signal ends such a read: an exporter that has one under way ends when the read does.
     So a thread reads, and a disk that it hangs at is let alone until it comes back.
     """
 
@@ -239,9 +242,7 @@ def _kind(name: str, directory: str) -> tuple[str, str]:
         uuid = _read(f"{directory}/dm/uuid")
         user = uuid.partition("-")[0]
         return _MAPPER_KINDS.get(user, "dm"), _read(f"{directory}/dm/name")
-    prefix = re.match("[a-z]*", name)
-    assert prefix
-    kind = _KINDS.get(prefix[0], "disk") or prefix[0]
+    kind = _KINDS.get(re.split("[^a-z]", name, maxsplit=1)[0], "disk")
     if kind == "md":
         return kind, _read(f"{directory}/md/level")
     if kind == "loop":

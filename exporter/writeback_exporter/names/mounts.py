@@ -29,9 +29,8 @@ class Mounts:
     def __init__(self, procfs: str) -> None:
         """Raises OSError."""
         try:
-            # init may be hidden (hidepid=2), or its namespace be another user's.
             self._file = os.open(f"{procfs}/1/mountinfo", os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
+        except OSError:  # it is hidden (hidepid=2)
             self._file = os.open(f"{procfs}/self/mountinfo", os.O_RDONLY | os.O_CLOEXEC)
         self._changes = select.poll()
         # mounts_poll(), fs/namespace.c: POLLERR with POLLPRI when mounts came or went.

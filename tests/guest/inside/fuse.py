@@ -26,14 +26,14 @@ ROOT, FILE = 1, 2
 MAX_WRITE = 128 << 10
 BIG_WRITES, WRITEBACK_CACHE = 1 << 5, 1 << 16
 
-LOOKUP, FORGET, GETATTR, SETATTR, OPEN, WRITE = 1, 2, 3, 4, 14, 16
+LOOKUP, FORGET, GETATTR, SETATTR, OPEN, READ, WRITE = 1, 2, 3, 4, 14, 15, 16
 STATFS, RELEASE, FSYNC, FLUSH, INIT, DESTROY = 17, 18, 20, 25, 26, 38
 OPENDIR, RELEASEDIR, INTERRUPT, BATCH_FORGET = 27, 29, 36, 42
 
 IN_HEADER = struct.Struct("=IIQQIIII")  # length, opcode, unique, node, uid, gid, pid, padding
 OUT_HEADER = struct.Struct("=IiQ")  # length, -errno, unique
 ATTRIBUTES = struct.Struct("=6Q10I")
-WRITE_IN = struct.Struct("=QQII")  # handle, offset, size, flags
+TRANSFER = struct.Struct("=QQII")  # handle, offset, size, flags
 SETATTR_IN = struct.Struct("=IIQQ")  # valid, padding, handle, size
 SIZE_VALID = 1 << 3
 
@@ -125,8 +125,11 @@ class Server:
             return struct.pack("=QII", 60, 0, 0) + self._attributes(node)
         if opcode in (OPEN, OPENDIR):
             return struct.pack("=QII", 0, 0, 0)
+        if opcode == READ:
+            _, offset, size, _ = TRANSFER.unpack_from(body)
+            return bytes(max(0, min(size, self._size - offset)))
         if opcode == WRITE:
-            _, offset, size, _ = WRITE_IN.unpack_from(body)
+            _, offset, size, _ = TRANSFER.unpack_from(body)
             time.sleep(self._seconds)
             self.written += size
             self._size = max(self._size, offset + size)
