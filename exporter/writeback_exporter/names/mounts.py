@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from writeback_exporter.names.cgroups import printable
 
 _CHUNK = 1 << 20
+# Of these, hosts of containers have thousands. They have neither a disk nor a BDI: what is written
+# to an overlay is written back by the file system of its upper directory.
+_LEFT_OUT = (b"overlay ", b"tmpfs ", b"nsfs ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,8 @@ class Mounts:
         self._mounts: dict[str, Mount] | None = None
 
     def by_number(self) -> dict[str, Mount]:
-        """All file systems by "MAJOR:MINOR". Read again only when mounts have changed."""
+        """All file systems by "MAJOR:MINOR". Read again only when mounts have changed: 15 ms for
+        10,000 of them, most of it the kernel's, and 15 us where they have not."""
         # Asked for before the file is read, so that what changes meanwhile is seen the next time.
         if self._changes.poll(0) or self._mounts is None:
             self._mounts = parse(self._content())
@@ -55,12 +59,13 @@ class Mounts:
 
 
 def parse(mountinfo: bytes) -> dict[str, Mount]:
-    """The file systems of a mountinfo (proc_pid_mountinfo(5)) by number. Of several mounts of one
-    the first with the shortest path, and before others those that are not of a directory in it."""
+    """The file systems of a mountinfo (proc_pid_mountinfo(5)) by number, overlays and tmpfs left
+    out. Of several mounts of one the first with the shortest path, and before others those that
+    are not of a directory in it."""
     best: dict[bytes, tuple[tuple[bool, int], bytes, bytes]] = {}
-    for line in mountinfo.splitlines():  # 7 ms for 10,000 of them
+    for line in mountinfo.splitlines():
         mount, separator, system = line.partition(b" - ")
-        if not separator:
+        if not separator or system.startswith(_LEFT_OUT):
             continue
         _, _, number, root, point, _ = mount.split(b" ", 5)
         rank = root != b"/", len(point)
