@@ -16,9 +16,17 @@ from .test_main_signals import FAST, SLOW, io_stat
 OPS = ("read", "write", "discard")
 
 
+@pytest.fixture(scope="module")
+def exporter() -> Iterator[lab.Exporter]:
+    """One for all: it takes seconds to start here."""
+    with lab.Exporter() as running:
+        yield running
+
+
 @pytest.fixture
-def group() -> Iterator[Cgroup]:
-    with lab.cgroup(lab.hierarchies().io, "files") as made:
+def group(request: pytest.FixtureRequest) -> Iterator[Cgroup]:
+    """Each test's own."""
+    with lab.cgroup(lab.hierarchies().io, request.node.name) as made:
         yield made
 
 
@@ -30,13 +38,14 @@ def shown(scrape: Scrape, metric: str, *names: str, **labels: str) -> dict[tuple
     }
 
 
-def test_counts_equal_io_stat_the_writer_and_our_own_events(group: Cgroup) -> None:
-    with lab.Exporter() as exporter:
-        before, whole_before = FAST.stats(), exporter.scrape()
-        for size, count in ((512, 20), (4096, 100), (65536, 30)):
-            lab.run_in([group], DIRECT_WRITER, FAST.path, size, count, 0)
-        lab.run_in([group], DIRECT_READER, FAST.path, 16384, 40, 0)
-        truth, own, scrape = FAST.stats() - before, io_stat(group, FAST), exporter.scrape()
+def test_counts_equal_io_stat_the_writer_and_our_own_events(
+    exporter: lab.Exporter, group: Cgroup
+) -> None:
+    before, whole_before = FAST.stats(), exporter.scrape()
+    for size, count in ((512, 20), (4096, 100), (65536, 30)):
+        lab.run_in([group], DIRECT_WRITER, FAST.path, size, count, 0)
+    lab.run_in([group], DIRECT_READER, FAST.path, 16384, 40, 0)
+    truth, own, scrape = FAST.stats() - before, io_stat(group, FAST), exporter.scrape()
     disk = {"device": FAST.name}
     expected = {"read": (40, 40 * 16384), "write": (150, 20 * 512 + 100 * 4096 + 30 * 65536)}
     assert expected["read"] == (truth.reads, truth.read_bytes)
@@ -64,44 +73,44 @@ def test_counts_equal_io_stat_the_writer_and_our_own_events(group: Cgroup) -> No
     }
 
 
-def test_a_parent_has_its_childrens_counts_also_when_they_are_gone(group: Cgroup) -> None:
+def test_a_parent_has_its_childrens_counts_also_when_they_are_gone(
+    exporter: lab.Exporter, group: Cgroup
+) -> None:
     (group.directory / "cgroup.subtree_control").write_text("+io")
     child = Cgroup(group.directory / "child", f"{group.label}/child")
     child.directory.mkdir()
     labels = {"device": FAST.name, "op": "write"}
-    with lab.Exporter() as exporter:
-        try:
-            lab.run_in([child], DIRECT_WRITER, FAST.path, 4096, 25, 0)
-            scrape = exporter.scrape()
-            for cgroup in (group, child):
-                assert scrape.sum("cgroup_io_operations_total", cgroup=cgroup.label, **labels) == 25
-        finally:
-            child.directory.rmdir()
+    try:
+        lab.run_in([child], DIRECT_WRITER, FAST.path, 4096, 25, 0)
         scrape = exporter.scrape()
-        assert scrape.sum("cgroup_io_operations_total", cgroup=group.label, **labels) == 25
-        assert not scrape.select("cgroup_io_operations_total", cgroup=child.label)
+        for cgroup in (group, child):
+            assert scrape.sum("cgroup_io_operations_total", cgroup=cgroup.label, **labels) == 25
+    finally:
+        child.directory.rmdir()
+    scrape = exporter.scrape()
+    assert scrape.sum("cgroup_io_operations_total", cgroup=group.label, **labels) == 25
+    assert not scrape.select("cgroup_io_operations_total", cgroup=child.label)
 
 
-def test_limits_are_shown_as_they_are_set(group: Cgroup) -> None:
-    with lab.Exporter() as exporter:
-        nothing = exporter.scrape()
-        for metric in ("cgroup_io_max_bytes", "cgroup_io_max_operations"):
-            assert not nothing.select(metric, cgroup=group.label)
-        file = group.directory / "io.max"
-        file.write_text(f"{FAST.dev} wbps=2097152 riops=120")
-        file.write_text(f"{SLOW.dev} rbps=8388608 wiops=77")
-        scrape = exporter.scrape()
-        assert shown(scrape, "cgroup_io_max_bytes", "device", "op", cgroup=group.label) == {
-            (FAST.name, "write"): 2097152,
-            (SLOW.name, "read"): 8388608,
-        }
-        assert shown(scrape, "cgroup_io_max_operations", "device", "op", cgroup=group.label) == {
-            (FAST.name, "read"): 120,
-            (SLOW.name, "write"): 77,
-        }
-        file.write_text(f"{FAST.dev} wbps=max riops=max")
-        scrape = exporter.scrape()
-        assert scrape.values("cgroup_io_max_bytes", "device", cgroup=group.label) == {SLOW.name}
+def test_limits_are_shown_as_they_are_set(exporter: lab.Exporter, group: Cgroup) -> None:
+    nothing = exporter.scrape()
+    for metric in ("cgroup_io_max_bytes", "cgroup_io_max_operations"):
+        assert not nothing.select(metric, cgroup=group.label)
+    file = group.directory / "io.max"
+    file.write_text(f"{FAST.dev} wbps=2097152 riops=120")
+    file.write_text(f"{SLOW.dev} rbps=8388608 wiops=77")
+    scrape = exporter.scrape()
+    assert shown(scrape, "cgroup_io_max_bytes", "device", "op", cgroup=group.label) == {
+        (FAST.name, "write"): 2097152,
+        (SLOW.name, "read"): 8388608,
+    }
+    assert shown(scrape, "cgroup_io_max_operations", "device", "op", cgroup=group.label) == {
+        (FAST.name, "read"): 120,
+        (SLOW.name, "write"): 77,
+    }
+    file.write_text(f"{FAST.dev} wbps=max riops=max")
+    scrape = exporter.scrape()
+    assert scrape.values("cgroup_io_max_bytes", "device", cgroup=group.label) == {SLOW.name}
 
 
 QOS = "ctrl=user rpct=95.00 rlat=10000 wpct=90.00 wlat=20000 min=50.00 max=150.00"
@@ -124,55 +133,53 @@ def iocost() -> Iterator[None]:
         qos.write_text(f"{FAST.dev} enable=0")
 
 
-def test_weights(iocost: None, group: Cgroup) -> None:
+def test_weights(exporter: lab.Exporter, iocost: None, group: Cgroup) -> None:
     file = group.directory / "io.weight"
     labels = {"cgroup": group.label, "policy": "iocost"}
-    with lab.Exporter() as exporter:
-        weights = shown(exporter.scrape(), "cgroup_io_weight", "device", **labels)
-        assert weights == {("default",): 100}
-        file.write_text("default 321")
-        file.write_text(f"{FAST.dev} 50")
-        weights = shown(exporter.scrape(), "cgroup_io_weight", "device", **labels)
-        assert weights == {("default",): 321, (FAST.name,): 50}
+    weights = shown(exporter.scrape(), "cgroup_io_weight", "device", **labels)
+    assert weights == {("default",): 100}
+    file.write_text("default 321")
+    file.write_text(f"{FAST.dev} 50")
+    weights = shown(exporter.scrape(), "cgroup_io_weight", "device", **labels)
+    assert weights == {("default",): 321, (FAST.name,): 50}
 
 
-def test_iocost(iocost: None, group: Cgroup) -> None:
-    with lab.Exporter() as exporter:
-        lab.run_in([group], DIRECT_WRITER, FAST.path, 65536, 200, 0)
-        for _ in range(50):  # usage is summed up once a period, until the disk has been idle
-            before = group_and_root_usage(group)
-            scrape = exporter.scrape()
-            if before == group_and_root_usage(group) and min(before[:2]) > 0:
-                break
-        own, root, vrate = before
-        usage = shown(scrape, "iocost_usage_seconds_total", "cgroup", device=FAST.name)
-        assert usage == {("/",): root / 1e6, (group.label,): own / 1e6}
-        # 200 writes of 64 KiB at 900 MB/s are 15 ms of the disk's time, and their IOs' on top.
-        assert 200 * 65536 / 900e6 < usage[(group.label,)] < 60
-        assert shown(scrape, "iocost_vrate_ratio", "device") == {(FAST.name,): vrate / 100}
-        assert 0.5 <= vrate / 100 <= 1.5
-        assert shown(scrape, "iocost_enabled", "device") == {(FAST.name,): 1}
-        assert shown(scrape, "iocost_qos_latency_seconds", "op", device=FAST.name) == {
-            ("read",): 0.01,
-            ("write",): 0.02,
-        }
-        assert shown(scrape, "iocost_qos_ratio", "parameter", device=FAST.name) == {
-            ("rpct",): 0.95,
-            ("wpct",): 0.9,
-            ("min",): 0.5,
-            ("max",): 1.5,
-        }
-        assert shown(scrape, "iocost_model_bytes", "op", device=FAST.name) == {
-            ("read",): 1e9,
-            ("write",): 9e8,
-        }
-        operations = shown(scrape, "iocost_model_operations", "op", "pattern", device=FAST.name)
-        assert operations == {
-            ("read", "sequential"): 100000,
-            ("read", "random"): 90000,
-            ("write", "sequential"): 80000,
-            ("write", "random"): 70000,
-        }
+def test_iocost(exporter: lab.Exporter, iocost: None, group: Cgroup) -> None:
+    lab.run_in([group], DIRECT_WRITER, FAST.path, 65536, 200, 0)
+    for _ in range(50):  # usage is summed up once a period, until the disk has been idle
+        before = group_and_root_usage(group)
+        scrape = exporter.scrape()
+        if before == group_and_root_usage(group) and min(before[:2]) > 0:
+            break
+    own, root, vrate = before
+    usage = shown(scrape, "iocost_usage_seconds_total", "cgroup", device=FAST.name)
+    assert usage == {("/",): root / 1e6, (group.label,): own / 1e6}
+    # 200 writes of 64 KiB at 900 MB/s are 15 ms of the disk's time, and their IOs' on top.
+    assert 200 * 65536 / 900e6 < usage[(group.label,)] < 60
+    assert shown(scrape, "iocost_vrate_ratio", "device") == {(FAST.name,): vrate / 100}
+    assert 0.5 <= vrate / 100 <= 1.5
+    assert shown(scrape, "iocost_enabled", "device") == {(FAST.name,): 1}
+    assert shown(scrape, "iocost_qos_latency_seconds", "op", device=FAST.name) == {
+        ("read",): 0.01,
+        ("write",): 0.02,
+    }
+    assert shown(scrape, "iocost_qos_ratio", "parameter", device=FAST.name) == {
+        ("rpct",): 0.95,
+        ("wpct",): 0.9,
+        ("min",): 0.5,
+        ("max",): 1.5,
+    }
+    assert shown(scrape, "iocost_model_bytes", "op", device=FAST.name) == {
+        ("read",): 1e9,
+        ("write",): 9e8,
+    }
+    operations = shown(scrape, "iocost_model_operations", "op", "pattern", device=FAST.name)
+    assert operations == {
+        ("read", "sequential"): 100000,
+        ("read", "random"): 90000,
+        ("write", "sequential"): 80000,
+        ("write", "random"): 70000,
+    }
 
 
 def group_and_root_usage(group: Cgroup) -> tuple[int, int, float]:

@@ -19,9 +19,17 @@ from .test_main_signals import FAST, MIB, io_stat
 DIRTY = Path("/proc/sys/vm")
 
 
+@pytest.fixture(scope="module")
+def exporter() -> Iterator[lab.Exporter]:
+    """One for all: it takes seconds to start here."""
+    with lab.Exporter("--no-collector.dirty_throttle", "--no-collector.block_io") as running:
+        yield running
+
+
 @pytest.fixture
-def group() -> Iterator[Cgroup]:
-    with lab.cgroup(lab.hierarchies().io, "memory-files") as made:
+def group(request: pytest.FixtureRequest) -> Iterator[Cgroup]:
+    """Each test's own."""
+    with lab.cgroup(lab.hierarchies().io, request.node.name) as made:
         yield made
 
 
@@ -65,8 +73,8 @@ def events_file(group: Cgroup) -> dict[str, float]:
     return {name: float(count) for name, count in map(str.split, lines)}
 
 
-def test_dirty_memory(group: Cgroup, tmp_path: Path) -> None:
-    with lab.ext4(FAST, tmp_path) as mount, lab.Exporter() as exporter, nobody_writes_back():
+def test_dirty_memory(exporter: lab.Exporter, group: Cgroup, tmp_path: Path) -> None:
+    with lab.ext4(FAST, tmp_path) as mount, nobody_writes_back():
         lab.run_in([group], BUFFERED_WRITER, mount / "file", 8 * MIB)
         # A cgroup that is new to a disk has no share of the limits yet: the flusher writes a few of
         # its first pages all the same. And per-CPU counts are summed every two seconds only.
@@ -93,8 +101,8 @@ def _settled(group: Cgroup, condition: Callable[[int, int], bool]) -> None:
         time.sleep(0.2)
 
 
-def test_high_and_max(group: Cgroup, tmp_path: Path) -> None:
-    with lab.ext4(FAST, tmp_path) as mount, lab.Exporter() as exporter:
+def test_high_and_max(exporter: lab.Exporter, group: Cgroup, tmp_path: Path) -> None:
+    with lab.ext4(FAST, tmp_path) as mount:
         assert not exporter.scrape().select("cgroup_memory_limit_bytes", cgroup=group.label)
         (group.directory / "memory.high").write_text(str(16 * MIB))
         lab.run_in([group], BUFFERED_WRITER, mount / "file", 24 * MIB)
@@ -121,20 +129,21 @@ def test_high_and_max(group: Cgroup, tmp_path: Path) -> None:
         assert counts["oom_kill"] == 1
 
 
-def test_events_and_dirty_memory_are_the_parents_too(group: Cgroup, tmp_path: Path) -> None:
+def test_events_and_dirty_memory_are_the_parents_too(
+    exporter: lab.Exporter, group: Cgroup, tmp_path: Path
+) -> None:
     (group.directory / "cgroup.subtree_control").write_text("+memory")
     child = Cgroup(group.directory / "child", f"{group.label}/child")
     child.directory.mkdir()
-    with lab.Exporter() as exporter:
-        try:
-            (child.directory / "memory.max").write_text(str(8 * MIB))
-            process = lab.spawn_in([child], "block = bytearray(b'x') * (16 << 20)")
-            process.communicate(timeout=60)
-            assert process.returncode == -signal.SIGKILL
-            scrape = exporter.scrape()
-            assert events(scrape, child)["oom_kill"] == events(scrape, group)["oom_kill"] == 1
-        finally:
-            child.directory.rmdir()
+    try:
+        (child.directory / "memory.max").write_text(str(8 * MIB))
+        process = lab.spawn_in([child], "block = bytearray(b'x') * (16 << 20)")
+        process.communicate(timeout=60)
+        assert process.returncode == -signal.SIGKILL
         scrape = exporter.scrape()
-        assert events(scrape, group)["oom_kill"] == 1  # it has not gone back
-        assert not events(scrape, child)
+        assert events(scrape, child)["oom_kill"] == events(scrape, group)["oom_kill"] == 1
+    finally:
+        child.directory.rmdir()
+    scrape = exporter.scrape()
+    assert events(scrape, group)["oom_kill"] == 1  # it has not gone back
+    assert not events(scrape, child)
