@@ -74,6 +74,13 @@ def test_each_signal_by_its_own_hierarchy(v1: None, tmp_path: Path) -> None:
     writes = {"device": FAST.name, "op": "write"}
     assert scrape.values("block_io_size_bytes_count", "cgroup", **writes) == {"/by-io"}
     assert scrape.sum("block_io_size_bytes_count", **writes) == 10
+    # The kernel's own counts, without a limit before 6.10, are by the same hierarchies.
+    assert scrape.sum("cgroup_io_operations_total", cgroup="/by-io", **writes) == 10
+    assert scrape.sum("cgroup_io_bytes_total", cgroup="/by-io", **writes) == 10 * 4096
+    assert scrape.values("cgroup_memory_bytes", "cgroup") == {"/", "/first", "/by-memory"}
+    # Written back, its file is page cache still; without use_hierarchy, as 5.10 begins, too.
+    assert scrape.sum("cgroup_memory_bytes", cgroup="/by-memory") >= 6 * MIB
+    assert scrape.sum("cgroup_dirty_bytes", cgroup="/by-memory") < MIB
     # v1 charges buffered writeback to the root, and doctor says so.
     written = {"device": SLOW.name, "op": "write"}
     assert scrape.sum("block_io_size_bytes_sum", cgroup="/", **written) >= 6 * MIB
