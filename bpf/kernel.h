@@ -142,7 +142,7 @@ struct folio {
 	unsigned int _folio_nr_pages; /* of a large one */
 };
 
-/* Of 6.18 at the latest. */
+/* As of 6.18, and perhaps before. */
 typedef struct {
 	unsigned long f;
 } memdesc_flags_t;
@@ -152,7 +152,7 @@ struct folio___of_6_18 {
 	unsigned int _nr_pages;
 };
 
-/* Renumbered in 6.12 at the latest. */
+/* Renumbered by 6.12. */
 enum pageflags {
 	PG_head = 1,
 };
@@ -198,6 +198,7 @@ static __always_inline struct gendisk *request_disk(struct request *rq)
 	return rq->q->disk;
 }
 
+/* 1 unless it is a large one. */
 static __always_inline __u64 folio_pages(struct folio *folio)
 {
 	struct folio___of_6_18 *late = (void *)folio;

@@ -62,8 +62,7 @@ static __always_inline int written(struct inode *inode, __u64 pages)
 	return 0;
 }
 
-/* Swap is no page cache: page->mapping then has a bit set that no address has (PAGE_MAPPING_ANON),
- * or is NULL. */
+/* Swap is no page cache: there it has a bit that no address has (PAGE_MAPPING_ANON), or is NULL. */
 static __always_inline bool is_file(struct address_space **mapping)
 {
 	__u64 address = 0;

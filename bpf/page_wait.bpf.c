@@ -84,7 +84,7 @@ static __always_inline int wait_begins(void)
 	__u32 tid = bpf_get_current_pid_tgid();
 	struct page_waiter *waiter = bpf_map_lookup_elem(&page_waiters, &tid), fresh = {};
 
-	/* The wait before was over before the task slept, which only the scheduler's way misses. */
+	/* Without fexit: the wait before was over before the task slept. */
 	if (waiter)
 		end_wait(tid, waiter, waiter->begin_ns);
 	fresh.cgroup = current_cgroup();

@@ -4,9 +4,9 @@
     python -m tests.bench.bench_scrape [--cgroups N...]
 
 First a running exporter, as a user starts it. Then, in a process of its own for each size, an
-exporter with all collectors, whose real block_io map is filled with entries of a disk of ours and of
-many cgroups: up to a thousand are made, in each hierarchy, those beyond are made known as if the
-kernel had told of them, and have no files.
+exporter with all collectors, whose real block_io map is filled with entries of a disk of ours and
+of many cgroups: up to a thousand are made, in each hierarchy, those beyond are made known as if
+the kernel had told of them, and have no files.
 """
 
 from __future__ import annotations

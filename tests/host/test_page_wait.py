@@ -36,7 +36,8 @@ def test_a_task_that_calls_fsync(
     # The task has exited: what it did not sleep for is counted, at the latest then.
     assert scrape.sum("page_wait_seconds_count", cgroup=task_cgroup.label) == truth > 0
     assert 0 < scrape.sum("page_wait_seconds_sum", cgroup=task_cgroup.label) <= duration
-    assert not any(scrape.select("exporter_map_dropped_total").values())
+    for name in ("page_wait", "page_waiters"):
+        assert scrape.sum("exporter_map_dropped_total", map=f"page_wait/{name}") == 0
 
 
 def test_full_page_wait_map_collapses_into_other(

@@ -58,7 +58,7 @@ def test_each_signal_by_its_own_hierarchy(v1: None, tmp_path: Path) -> None:
     assert found.io.id != found.task.id != 0
     with (
         lab.ext4(SLOW, tmp_path) as mount,
-        lab.Exporter() as exporter,
+        lab.Exporter("--collector.page_flow") as exporter,
         lab.cgroup(found.io, "by-io") as io,
         # Ids count up in each: the second one here has the number of another cgroup there.
         lab.cgroup(found.task, "first"),
@@ -84,6 +84,8 @@ def test_each_signal_by_its_own_hierarchy(v1: None, tmp_path: Path) -> None:
     # v1 charges buffered writeback to the root, and doctor says so.
     written = {"device": SLOW.name, "op": "write"}
     assert scrape.sum("block_io_size_bytes_sum", cgroup="/", **written) >= 6 * MIB
+    assert scrape.sum("page_dirtied_bytes_total", cgroup="/by-memory") == 6 * MIB
+    assert scrape.values("page_written_bytes_total", "cgroup") == {"/"}
     features = scrape.select("exporter_feature_available", feature="writeback_attribution")
     assert [(dict(labels)["reason"], value) for labels, value in features.items()] == [
         ("cgroup v1", 0.0)
