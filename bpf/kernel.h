@@ -53,8 +53,10 @@ struct css_set {
 };
 
 struct task_struct {
-	int pid; /* of the thread */
-	unsigned int in_iowait : 1;
+	int pid;		      /* the thread's id */
+	int exit_state;		      /* 0 until it has exited */
+	unsigned int in_iowait : 1;   /* sleeps in io_schedule() */
+	unsigned int in_memstall : 1; /* with CONFIG_PSI */
 	struct css_set *cgroups;
 };
 
@@ -179,6 +181,16 @@ struct dirty_throttle_control {
 	unsigned long thresh;
 	unsigned long wb_dirty;
 	unsigned long wb_thresh;
+};
+
+/* system calls: the caller's registers, of which each architecture has its own */
+
+struct pt_regs___x86 {
+	unsigned long orig_ax;
+};
+
+struct pt_regs___arm64 {
+	int syscallno;
 };
 
 #pragma clang attribute pop

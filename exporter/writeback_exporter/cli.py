@@ -61,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         idle_timeout=arguments.idle_timeout,
         pressure_triggers=tuple(dict.fromkeys(arguments.triggers)),
         pressure_trigger_cgroups=arguments.trigger_cgroups,
+        sync_tracepoints=arguments.sync_tracepoints,
     )
     try:
         if arguments.command == "doctor":
@@ -281,6 +282,14 @@ def _parser() -> argparse.ArgumentParser:
         metavar="REGEX",
         help="set the triggers not only for the host, but for each cgroup, too, whose whole path "
         "matches, such as '/system\\.slice/.*'",
+    )
+    collectors.add_argument(
+        "--sync.tracepoints",
+        dest="sync_tracepoints",
+        action="store_true",
+        help="where the kernel refuses fentry, let collector sync use the tracepoints of system "
+        "calls; while in use they make every system call of every task slower: by 10 ns, or 12 %% "
+        "of getppid(2), on the machine where that was measured",
     )
     paths = parser.add_argument_group("paths")
     for name, default in (

@@ -41,8 +41,10 @@ from writeback_exporter.probes.block_io import BlockIo
 from writeback_exporter.probes.cgroup_lifecycle import CgroupLifecycle
 from writeback_exporter.probes.dirty_throttle import DirtyThrottle
 from writeback_exporter.probes.io_uring import IoUring
+from writeback_exporter.probes.memory_stall import MemoryStall
 from writeback_exporter.probes.page_flow import PageFlow
 from writeback_exporter.probes.page_wait import PageWait
+from writeback_exporter.probes.sync import Sync
 from writeback_exporter.probes.work import Work
 from writeback_exporter.settings import Settings
 
@@ -54,15 +56,17 @@ _COLLECTORS: tuple[type[Collector], ...] = (
     Work,
     PageWait,
     PageFlow,
+    Sync,
     Pressure,
     PressureTriggers,
-    Workloads,
-    DeviceInfo,
-    IoUring,
+    MemoryStall,
     HostMemory,
     Bdi,
-    CgroupIo,
     CgroupMemory,
+    CgroupIo,
+    IoUring,
+    Workloads,
+    DeviceInfo,
 )
 COLLECTORS = {collector.name: collector for collector in _COLLECTORS}
 """What --collector.NAME switches."""
@@ -110,7 +114,7 @@ class Exporter:
 
     def _load(self) -> None:
         try:
-            kernel = Kernel()
+            kernel = Kernel(syscall_tracepoints=self._settings.sync_tracepoints)
         except Refused as refusal:
             self._found += [Feature.refused(probe.name, refusal) for probe in self._probes]
             log.error("no BPF: %s", refusal)

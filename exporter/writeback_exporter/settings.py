@@ -51,6 +51,7 @@ class Settings:
     """After so many seconds without a change series leave; 0: never."""
     pressure_triggers: tuple[PressureTrigger, ...] = ()
     pressure_trigger_cgroups: re.Pattern[str] | None = None
+    sync_tracepoints: bool = False
 
 
 def duration(text: str) -> float:

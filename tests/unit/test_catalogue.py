@@ -27,7 +27,9 @@ from writeback_exporter.metrics.exposition import (
 )
 from writeback_exporter.probes.block_io import BlockIo
 from writeback_exporter.probes.dirty_throttle import DirtyThrottle
+from writeback_exporter.probes.memory_stall import MemoryStall
 from writeback_exporter.probes.page_wait import PageWait
+from writeback_exporter.probes.sync import Sync
 from writeback_exporter.probes.work import Work
 
 HISTOGRAMS = [metric for metric in ALL if metric.kind is Kind.HISTOGRAM]
@@ -42,6 +44,8 @@ EXPONENTS = {
     "dirty_throttle_seconds": ("dirty_throttle", "pause_exponents"),
     "work_seconds": ("work", "work_exponents"),
     "page_wait_seconds": ("page_wait", "page_wait_exponents"),
+    "sync_seconds": ("sync", "sync_exponents"),
+    "memory_stall_seconds": ("memory_stall", "stall_exponents"),
 }
 """Object and enum that tell the range of the kernel's slots."""
 
@@ -180,6 +184,8 @@ def test_probes_have_slots_for_every_histogram() -> None:
         "dirty_throttle_seconds": throttle.struct("throttle").fields["slept_slots"],
         "work_seconds": Work().file.struct("work").fields["slots"],
         "page_wait_seconds": PageWait().file.struct("page_wait").fields["slots"],
+        "sync_seconds": Sync().file.struct("sync_calls").fields["slots"],
+        "memory_stall_seconds": MemoryStall().file.struct("stalls").fields["slots"],
     }
     assert {PREFIX + name for name in fields} == {metric.name for metric in HISTOGRAMS}
     for name, field in fields.items():

@@ -176,6 +176,7 @@ FLAGS = [
     "--snapshot.duration",
     "--snapshot.output",
     *(f"--{no}collector.{name}" for name in COLLECTORS for no in ("", "no-")),
+    "--sync.tracepoints",
     *(f"--path.{name}" for name in ("procfs", "sysfs", "cgroupfs")),
     "--pressure.trigger",
     "--pressure.trigger.cgroups",

@@ -48,6 +48,8 @@ SLOTS_OF = {
     catalogue.DIRTY_THROTTLE_SECONDS: ("dirty_throttle", "pause_exponents", "PAUSE"),
     catalogue.WORK_SECONDS: ("work", "work_exponents", "WORK"),
     catalogue.PAGE_WAIT_SECONDS: ("page_wait", "page_wait_exponents", "PAGE_WAIT"),
+    catalogue.SYNC_SECONDS: ("sync", "sync_exponents", "SYNC"),
+    catalogue.MEMORY_STALL_SECONDS: ("memory_stall", "stall_exponents", "STALL"),
 }
 """Object, enum, and what the names of the enum's first and last exponent begin with."""
 OBJECTS = {name: open_file(name) for name, _, _ in SLOTS_OF.values()}

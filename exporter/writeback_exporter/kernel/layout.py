@@ -264,7 +264,7 @@ def _parse(blob: bytes) -> list[_Type]:
         elif kind in (_STRUCT, _UNION):
             for i in range(vlen):
                 member, member_type, bits = struct.unpack_from("=III", blob, start + 12 * i)
-                # With kind_flag set, the high byte is a bit field's width; we have none.
+                # With kind_flag set, the high byte is a bit field's width; no map has one.
                 described.members.append((text(member), member_type, (bits & 0xFFFFFF) // 8))
         elif kind == _ENUM:
             described.signed = bool(info >> 31)

@@ -48,6 +48,28 @@ class _OpenOptions(C.Structure):
     )
 
 
+class _RunOptions(C.Structure):
+    """struct bpf_test_run_opts."""
+
+    _fields_ = (
+        ("sz", _SIZE),
+        ("data_in", _PTR),
+        ("data_out", _PTR),
+        ("data_size_in", C.c_uint32),
+        ("data_size_out", C.c_uint32),
+        ("ctx_in", _PTR),
+        ("ctx_out", _PTR),
+        ("ctx_size_in", C.c_uint32),
+        ("ctx_size_out", C.c_uint32),
+        ("retval", C.c_uint32),
+        ("repeat", _INT),
+        ("duration", C.c_uint32),
+        ("flags", C.c_uint32),
+        ("cpu", C.c_uint32),
+        ("batch_size", C.c_uint32),
+    )
+
+
 _SIGNATURES: dict[str, tuple[object, ...]] = {  # name: (result, argument, ...)
     "libbpf_set_print": (_PTR, _PrintFn),
     "libbpf_version_string": (_STR,),
@@ -61,6 +83,7 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {  # name: (result, argument, ...)
     "bpf_program__fd": (_INT, _PTR),
     "bpf_program__autoload": (C.c_bool, _PTR),
     "bpf_program__set_autoload": (_INT, _PTR, C.c_bool),
+    "bpf_program__set_attach_target": (_INT, _PTR, _INT, _STR),
     "bpf_program__attach": (_PTR, _PTR),
     "bpf_link__destroy": (_INT, _PTR),
     "bpf_link__pin": (_INT, _PTR, _STR),
@@ -83,6 +106,7 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {  # name: (result, argument, ...)
     "bpf_map_update_elem": (_INT, _INT, _PTR, _PTR, _U64),
     "bpf_map_delete_elem": (_INT, _INT, _PTR),
     "bpf_obj_get_info_by_fd": (_INT, _INT, _PTR, C.POINTER(C.c_uint32)),
+    "bpf_prog_test_run_opts": (_INT, _INT, C.POINTER(_RunOptions)),
     "bpf_prog_load": (_INT, _INT, _STR, _STR, _PTR, _SIZE, _PTR),
     "bpf_enable_stats": (_INT, _INT),
     "ring_buffer__new": (_PTR, _INT, _SampleFn, _PTR, _PTR),
@@ -361,8 +385,24 @@ class Program:
         """Whether `Object.load` loads this program."""
         _checked(_lib.bpf_program__set_autoload(self._pointer, load), f"choose {self.name}")
 
+    def set_target(self, function: str) -> None:
+        """Which function of the kernel a fentry or fexit program is for, before it is loaded."""
+        _pending().clear()
+        _checked(
+            _lib.bpf_program__set_attach_target(self._pointer, 0, function.encode()),
+            f"find {function} for {self.name}",
+        )
+
+    def run(self, *arguments: int) -> int:
+        """Runs a raw tracepoint's program once, with these as its arguments; what it returned."""
+        context = (_U64 * len(arguments))(*arguments)
+        options = _RunOptions(sz=C.sizeof(_RunOptions))
+        options.ctx_in, options.ctx_size_in = C.addressof(context), C.sizeof(context)
+        _checked(_lib.bpf_prog_test_run_opts(self.fd, C.byref(options)), f"run {self.name}")
+        return int(options.retval)
+
     def attach(self) -> Link:
-        """Attaches where the program's section says."""
+        """Attaches where the program's section or `set_target` says."""
         _pending().clear()
         pointer = _lib.bpf_program__attach(self._pointer)
         if not pointer:
@@ -529,6 +569,10 @@ class KernelBtf:
             return False
         # struct btf_member { name_off, type, offset }
         return any(name == field for name, _ in self._members(type_id, 12))
+
+    def has_struct(self, name: str) -> bool:
+        """Whether there is a struct of that name."""
+        return self._find(name, self._KIND_STRUCT) is not None
 
     def enum_value(self, enum: str, member: str) -> int | None:
         """The number of a member; None where the kernel does not have that enum or member."""

@@ -29,8 +29,12 @@ _CAP_SYS_ADMIN, _CAP_PERFMON, _CAP_BPF = 21, 38, 39
 class Kernel:
     """The running kernel as far as loading BPF depends on it."""
 
-    def __init__(self) -> None:
-        """Raises Refused where no BPF program can be loaded at all."""
+    def __init__(self, syscall_tracepoints: bool = False) -> None:
+        """Raises Refused where no BPF program can be loaded at all.
+
+        `syscall_tracepoints`: whether those may be used, at a cost to every system call.
+        """
+        self.syscall_tracepoints = syscall_tracepoints
         try:
             libbpf.version()
         except LibbpfMissing as error:
@@ -86,6 +90,18 @@ class Kernel:
         the kernel allows it, and that was not inlined everywhere."""
         return self.btf.has_function(name)
 
+    def require_fexit_of_sleepers(self) -> None:
+        """Raises Refused where fexit of a function that sleeps is not safe: without bpf_tramp_image
+        (5.12, and 5.10.262 has it) a task that sleeps in it returns to freed memory when we detach.
+        """
+        if not self.btf.has_struct("bpf_tramp_image"):
+            raise Refused(
+                "unsafe fexit",
+                "this kernel would crash should the exporter end while a task sleeps in a function "
+                "that fexit is attached to",
+                "use a kernel from 5.12 on, or one of 5.10 that has struct bpf_tramp_image",
+            )
+
     def has_cmpxchg(self) -> bool:
         """Whether BPF has the atomic compare-and-exchange instruction (5.12 on x86-64)."""
         try:
@@ -125,10 +141,12 @@ def load(
     programs: Sequence[str],
     constants: Mapping[str, int],
     also: Sequence[str] = (),
+    targets: Mapping[str, str] | None = None,
 ) -> Object:
     """Loads these programs of the object and attaches them in this order, all or none; those of
     `also` are loaded, to be attached later. What sees the end of a thing comes before what sees its
-    begin, or things that begin and end while we attach would never end for us.
+    begin, or things that begin and end while we attach would never end for us. `targets`: the
+    kernel's function for each program whose section names none.
 
     Raises Refused, with what the kernel said.
     """
@@ -137,6 +155,8 @@ def load(
         opened = Object(file)
         for program in opened.programs.values():
             program.autoload = program.name in (*programs, *also)
+        for name, function in (targets or {}).items():
+            opened.programs[name].set_target(function)
         opened.set_constants(**constants)
         opened.load()
         for name in programs:

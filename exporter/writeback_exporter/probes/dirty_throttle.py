@@ -83,6 +83,7 @@ class DirtyThrottle(Probe):
         constants = {"hz": ticks_per_second(), "memory_v1": hierarchies.memory_v1}
         self._hierarchy = hierarchies.task
         try:
+            kernel.require_fexit_of_sleepers()
             measuring = ["sleep_exit", "sleep_enter", *programs]
             self.bpf = load(self.file, measuring, {**constants, "measured": True})
             self.measured = True

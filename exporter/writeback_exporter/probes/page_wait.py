@@ -33,6 +33,7 @@ class PageWait(Probe):
             begin, ends = "page_wait_begins", ["page_wait_ends"]
         constants = {"memory_v1": hierarchies.memory_v1}
         try:
+            kernel.require_fexit_of_sleepers()
             self.bpf = load(self.file, [*ends, begin], constants)
             feature = Feature(_FEATURE, True)
         except Refused as refusal:
