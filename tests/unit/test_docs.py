@@ -22,7 +22,16 @@ def test_metrics_reference_is_up_to_date() -> None:
     assert (ROOT / "docs/metrics.md").read_text() == reference(), "run `make docs`"
 
 
-@pytest.mark.parametrize("name", ["README.md", "bpf/README.md", "CHANGELOG.md", "docs/identity.md"])
+DOCUMENTS = (
+    "README.md",
+    "bpf/README.md",
+    "CHANGELOG.md",
+    "docs/identity.md",
+    "docs/cardinality.md",
+)
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
 def test_documents_name_only_metrics_that_exist(name: str) -> None:
     known = {metric.name for metric in ALL}
     # Without the kernel's tracepoints, which begin as our metrics do.
@@ -47,11 +56,15 @@ def test_readme_is_one_screen() -> None:
     assert len(README.splitlines()) <= 70
 
 
-def test_readme_names_flags_and_targets_that_exist() -> None:
+def test_documents_name_only_flags_that_exist() -> None:
     program = Path(sys.executable).with_name("writeback-exporter")
     text = subprocess.run([program, "--help"], capture_output=True, text=True, check=True).stdout
-    for flag in re.findall(r"--[a-z][a-z.-]+[a-z]", README):
-        assert flag in text, flag
+    for name in ("README.md", "docs/cardinality.md"):
+        for flag in re.findall(r"--[a-z][a-z._-]+[a-z]", (ROOT / name).read_text()):
+            assert flag in text, flag
+
+
+def test_readme_names_targets_that_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
     targets = re.findall(r"`?make ([a-z]+)`?", README)
     assert {"run", "test"} <= set(targets)
