@@ -8,6 +8,7 @@ import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from writeback_exporter.collector import Collector
 from writeback_exporter.features import Feature
@@ -136,6 +137,12 @@ class CgroupMap:
     def read(self) -> None:
         self._entries = self._probe._dump(self._name)
 
+    def keep(self, is_known: Callable[[bytes], bool]) -> None:
+        """Deletes what was read of keys whose rest is of a forgotten device."""
+        self._entries = self._probe._of_known(
+            self._name, self._entries, lambda key: is_known(key[8:])
+        )
+
     def table(self, cgroups: Cgroups) -> Table:
         """The rows by (cgroup, more...); entries that counted nothing are left out."""
         table = Table(self._carried)
@@ -149,21 +156,34 @@ class CgroupMap:
             cgroup = int.from_bytes(key[:8], sys.byteorder)
             yield key, (cgroups.name(self._hierarchy, cgroup), *self._more(key[8:])), row
 
-    def forget(self, gone: set[tuple[int, int]], cgroups: Cgroups) -> None:
-        """Deletes the entries of these (hierarchy, cgroup), and carries what they counted."""
+    def forget(
+        self,
+        gone: set[tuple[int, int]],
+        cgroups: Cgroups,
+        dead_rests: Callable[[bytes], bool] | None = None,
+        rest_in_use: Callable[[Labels], bool] = lambda _: True,
+    ) -> None:
+        """Deletes the entries of these (hierarchy, cgroup), and carries what they counted. Where
+        devices have gone, `dead_rests` tells whether the key's rest is of one of them and
+        `rest_in_use` whether the labels after the cgroup's stay."""
         dead = {cgroup for tree, cgroup in gone if tree == self._hierarchy.id}
-        if not dead:
+        if not dead and dead_rests is None:
             return
         in_use = cgroups.labels_in_use(self._hierarchy, gone)
 
         def leaving() -> Iterator[tuple[Labels, bytes]]:
             for key, labels, _ in list(self._rows(cgroups)):
-                if int.from_bytes(key[:8], sys.byteorder) in dead:
+                is_dead = int.from_bytes(key[:8], sys.byteorder) in dead
+                if is_dead or (dead_rests is not None and dead_rests(key[8:])):
                     row = self._probe.map(self._name).lookup_and_delete(key)
-                    if row is not None:
+                    if row is not None and any(row):
                         yield labels, row
 
-        self._carried = carry(self._carried, leaving(), lambda labels: labels[0] in in_use)
+        self._carried = carry(
+            self._carried,
+            leaving(),
+            lambda labels: labels[0] in in_use and rest_in_use(labels[1:]),
+        )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -226,6 +246,37 @@ class BdiMap:
     def delete(self, dead: Iterable[int]) -> None:
         for bdi in dead:
             self._probe.map("bdis").delete(bdi.to_bytes(8, sys.byteorder))
+
+
+@dataclass(slots=True, kw_only=True)
+class Disk(Device):
+    """A disk that a probe has counted on."""
+
+    name: str
+    dev: str
+    """MAJOR:MINOR"""
+    seen: int
+    """The number of the reading that found it first."""
+
+
+AnyDisk = TypeVar("AnyDisk", bound=Disk)
+
+
+def disks_that_left(disks: Iterable[AnyDisk], devices: Devices, now: float) -> list[AnyDisk]:
+    """Those that were unplugged long enough ago for their last samples to have been scraped; `now`
+    is a monotonic time in seconds."""
+    disks = list(disks)
+    # Of two that had one name, the one that came later is the one of today.
+    latest: dict[str, int] = {}
+    for disk in disks:
+        latest[disk.name] = max(disk.seen, latest.get(disk.name, 0))
+    return [
+        disk
+        for disk in disks
+        if disk.has_left(
+            disk.seen == latest[disk.name] and devices.has_disk(disk.name, disk.dev), now
+        )
+    ]
 
 
 class Table:

@@ -22,7 +22,7 @@ from writeback_exporter.names.cgroups import (
     Hierarchy,
 )
 from writeback_exporter.names.devices import Devices
-from writeback_exporter.probes.base import Device, Probe, Row, Table, carry
+from writeback_exporter.probes.base import Disk, Probe, Row, Table, carry, disks_that_left
 
 log = logging.getLogger(__name__)
 
@@ -57,18 +57,14 @@ def error_name(status: int) -> str:
     return _STATUS.get(status if status > 0 else _ERRNO.get(-status, 0), "other")
 
 
-@dataclass(slots=True)
-class _Disk(Device):
+@dataclass(slots=True, kw_only=True)
+class _Disk(Disk):
     """A disk that had IO, as `read` found it."""
 
     index: int
     identity: bytes
     """Key in disk_index."""
-    dev: str
     value: bytes
-    name: str
-    seen: int
-    """The number of the reading that found it first."""
 
 
 class BlockIo(Probe):
@@ -182,12 +178,12 @@ class BlockIo(Probe):
             value = disks.lookup(_INDEX.pack(index)) or b""
             *_, name = self._disk_state.unpack(value)
             disk = _Disk(
-                index,
-                identity,
-                f"{dev >> 32}:{dev & 0xFFFFFFFF}",
-                value,
-                name.split(b"\0", 1)[0].decode("utf-8", "backslashreplace"),
-                self._readings,
+                index=index,
+                identity=identity,
+                dev=f"{dev >> 32}:{dev & 0xFFFFFFFF}",
+                value=value,
+                name=name.split(b"\0", 1)[0].decode("utf-8", "backslashreplace"),
+                seen=self._readings,
             )
             old = known.get(index)
             if old and old.identity == disk.identity:
@@ -265,7 +261,8 @@ class BlockIo(Probe):
             yield key, (name, self._disks[disk].name, self._ops[op], error_name(status)), row
 
     def forget(self, gone: set[tuple[int, int]], host: Host, now: float) -> None:
-        dead_disks = self._dead_disks(host.devices, now)
+        left = disks_that_left(self._disks.values(), host.devices, now)
+        dead_disks = {disk.index: disk for disk in left}
         dead_cgroups = {cgroup for tree, cgroup in gone if tree == self._hierarchy.id}
         if not dead_disks and not dead_cgroups:
             return
@@ -303,16 +300,3 @@ class BlockIo(Probe):
             self.map("disks").update(index, bytes(len(disk.value)))
             self.map("disk_index").delete(disk.identity)
             self.map("disk_owner").delete(index)
-
-    def _dead_disks(self, devices: Devices, now: float) -> dict[int, _Disk]:
-        """Disks that were unplugged long enough ago for their last samples to have been scraped."""
-        dead = {}
-        # Of two that had one name, the one that came later is the one of today.
-        latest: dict[str, int] = {}
-        for disk in self._disks.values():
-            latest[disk.name] = max(disk.seen, latest.get(disk.name, 0))
-        for disk in self._disks.values():
-            is_there = disk.seen == latest[disk.name] and devices.has_disk(disk.name, disk.dev)
-            if disk.has_left(is_there, now):
-                dead[disk.index] = disk
-        return dead
