@@ -58,11 +58,20 @@ struct task_struct {
 	unsigned int in_iowait : 1;   /* sleeps in io_schedule() */
 	unsigned int in_memstall : 1; /* with CONFIG_PSI */
 	struct css_set *cgroups;
+	unsigned int flags;
+	unsigned long nvcsw; /* times that it went to sleep */
+	void *worker_private;
+};
+
+/* task_struct.worker_private holds a kernel thread's struct kthread since 5.17. */
+struct task_struct___before_5_17 {
+	int *set_child_tid;
 };
 
 /* The numbers depend on the kernel's configuration. */
 enum cgroup_subsys_id {
 	memory_cgrp_id = 1,
+	io_cgrp_id = 2,
 };
 
 /* block layer */
@@ -75,18 +84,28 @@ struct blkcg_gq {
 	struct blkcg *blkcg;
 };
 
-struct bio {
-	struct blkcg_gq *bi_blkg;
-};
-
 struct gendisk {
 	int major;
 	int first_minor;
 	char disk_name[32];
 };
 
+struct block_device {
+	struct gendisk *bd_disk;
+};
+
+struct bio {
+	struct block_device *bi_bdev;
+	struct blkcg_gq *bi_blkg;
+};
+
+/* bio.bi_disk gave way to bio.bi_bdev in 5.12. */
+struct bio___before_5_12 {
+	struct gendisk *bi_disk;
+};
+
 struct request_queue {
-	struct gendisk *disk;
+	struct gendisk *disk; /* since 5.15 */
 };
 
 struct request {
@@ -100,6 +119,93 @@ struct request {
 /* request.rq_disk gave way to request_queue.disk in 5.17. */
 struct request___before_5_17 {
 	struct gendisk *rq_disk;
+};
+
+/* waiting; of these only types that a program needs which is loaded where there are any */
+
+struct list_head {
+	struct list_head *prev;
+};
+
+struct wait_queue_head {
+	struct list_head head;
+};
+
+struct wait_queue_entry {
+	void *private;
+	struct list_head entry;
+};
+
+/* A task's place in iocost's queue, on its stack. */
+struct iocg_wait {
+	struct wait_queue_entry wait;
+	struct bio *bio;
+};
+
+struct ioc_gq {
+	struct wait_queue_head waitq;
+};
+
+struct rq_qos {
+	struct gendisk *disk;
+};
+
+/* rq_qos.q gave way to rq_qos.disk in 6.3. */
+struct rq_qos___before_6_3 {
+	struct request_queue *q;
+};
+
+struct rq_wait {
+	struct wait_queue_head wait;
+};
+
+struct rq_wb {
+	struct rq_qos rqos;
+	struct rq_wait rq_wait[3];
+};
+
+struct wbt_wait_data {
+	struct rq_wb *rwb;
+};
+
+/* Before 5.15 a queue knows its disk as the directory that it has in sysfs. */
+struct kobject {
+	struct kobject *parent;
+};
+
+struct device {
+	struct kobject kobj;
+};
+
+struct request_queue___before_5_15 {
+	struct kobject kobj;
+};
+
+struct hd_struct {
+	struct device __dev;
+};
+
+struct gendisk___before_5_11 {
+	struct hd_struct part0;
+};
+
+/* kernel threads */
+
+struct kthread {
+	void *data;
+};
+
+struct work_struct {
+	void *func;
+};
+
+struct worker {
+	struct work_struct *current_work;
+	char desc[24];
+};
+
+struct delayed_work {
+	struct work_struct work;
 };
 
 /* writeback */
@@ -118,7 +224,9 @@ struct bdi_writeback {
 	struct backing_dev_info *bdi;
 	unsigned long state;		   /* bits of enum wb_state */
 	unsigned long avg_write_bandwidth; /* pages/s */
+	struct delayed_work dwork;
 	struct cgroup_subsys_state *memcg_css;
+	struct cgroup_subsys_state *blkcg_css;
 };
 
 struct inode {

@@ -38,6 +38,7 @@ from writeback_exporter.names.cgroups import NEAR, Cgroups, find_hierarchies
 from writeback_exporter.names.devices import Devices
 from writeback_exporter.probes.base import Probe
 from writeback_exporter.probes.block_io import BlockIo
+from writeback_exporter.probes.block_io_limit import BlockIoLimit
 from writeback_exporter.probes.cgroup_lifecycle import CgroupLifecycle
 from writeback_exporter.probes.dirty_throttle import DirtyThrottle
 from writeback_exporter.probes.io_uring import IoUring
@@ -53,6 +54,7 @@ log = logging.getLogger(__name__)
 _COLLECTORS: tuple[type[Collector], ...] = (
     DirtyThrottle,
     BlockIo,
+    BlockIoLimit,
     Work,
     PageWait,
     PageFlow,

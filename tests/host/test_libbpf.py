@@ -164,6 +164,9 @@ def test_kernel_btf() -> None:
     btf = KernelBtf()
     assert btf.tracepoint_arity("cgroup_mkdir") == 2
     assert btf.tracepoint_arity("no_such_tracepoint") is None
+    # (file, start, end, datasync)
+    assert btf.function_arity("vfs_fsync_range") == 4
+    assert btf.function_arity("no_such_function") is None
     assert btf.enum_value("pid_type", "PIDTYPE_PID") == 0  # include/linux/pid_types.h
     assert btf.enum_value("pid_type", "no_such_member") is None
     assert btf.enum_value("no_such_enum", "PIDTYPE_PID") is None

@@ -26,6 +26,7 @@ from writeback_exporter.metrics.exposition import (
     render,
 )
 from writeback_exporter.probes.block_io import BlockIo
+from writeback_exporter.probes.block_io_limit import BlockIoLimit
 from writeback_exporter.probes.dirty_throttle import DirtyThrottle
 from writeback_exporter.probes.memory_stall import MemoryStall
 from writeback_exporter.probes.page_wait import PageWait
@@ -41,6 +42,7 @@ EXPONENTS = {
     "block_io_queue_seconds": ("block_io", "io_latency_exponents"),
     "block_io_size_bytes": ("block_io", "io_size_exponents"),
     "block_io_depth": ("block_io", "io_depth_exponents"),
+    "block_io_limit_seconds": ("block_io_limit", "limit_exponents"),
     "dirty_throttle_seconds": ("dirty_throttle", "pause_exponents"),
     "work_seconds": ("work", "work_exponents"),
     "page_wait_seconds": ("page_wait", "page_wait_exponents"),
@@ -176,11 +178,13 @@ def test_edges_are_slots_of_the_kernels(metric: Metric) -> None:
 def test_probes_have_slots_for_every_histogram() -> None:
     """The maps' rows, as the object lays them out, have a slot beyond each last edge."""
     block_io, throttle = BlockIo().file, DirtyThrottle().file
+    limit = BlockIoLimit().file
     fields = {
         "block_io_device_seconds": block_io.struct("io_histograms").fields["device_slots"],
         "block_io_queue_seconds": block_io.struct("io_histograms").fields["queue_slots"],
         "block_io_size_bytes": block_io.struct("io_histograms").fields["size_slots"],
         "block_io_depth": block_io.struct("io_depth").fields["slots"],
+        "block_io_limit_seconds": limit.struct("limit_histogram").fields["slots"],
         "dirty_throttle_seconds": throttle.struct("throttle").fields["slept_slots"],
         "work_seconds": Work().file.struct("work").fields["slots"],
         "page_wait_seconds": PageWait().file.struct("page_wait").fields["slots"],

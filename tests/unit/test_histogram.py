@@ -45,6 +45,7 @@ SLOTS_OF = {
     catalogue.BLOCK_IO_QUEUE_SECONDS: LATENCY,
     catalogue.BLOCK_IO_SIZE_BYTES: ("block_io", "io_size_exponents", "IO_SIZE"),
     catalogue.BLOCK_IO_DEPTH: ("block_io", "io_depth_exponents", "IO_DEPTH"),
+    catalogue.BLOCK_IO_LIMIT_SECONDS: ("block_io_limit", "limit_exponents", "LIMIT"),
     catalogue.DIRTY_THROTTLE_SECONDS: ("dirty_throttle", "pause_exponents", "PAUSE"),
     catalogue.WORK_SECONDS: ("work", "work_exponents", "WORK"),
     catalogue.PAGE_WAIT_SECONDS: ("page_wait", "page_wait_exponents", "PAGE_WAIT"),

@@ -574,6 +574,11 @@ class KernelBtf:
         """Whether there is a struct of that name."""
         return self._find(name, self._KIND_STRUCT) is not None
 
+    def function_arity(self, name: str) -> int | None:
+        """Number of a function's arguments; None where the kernel does not have it."""
+        type_id = self._find(name, self._KIND_FUNC)
+        return None if type_id is None else self._info(self._target(type_id)) & 0xFFFF
+
     def enum_value(self, enum: str, member: str) -> int | None:
         """The number of a member; None where the kernel does not have that enum or member."""
         return self.enum(enum).get(member)

@@ -203,9 +203,8 @@ BLOCK_IO_ERRORS = _metric(
 BLOCK_IO_LIMIT_SECONDS = _metric(
     "block_io_limit_seconds",
     Kind.HISTOGRAM,
-    "Time that IO of the cgroup was held back by a limit before it became a request: max "
-    "(io.max or blkio.throttle) or qos (iocost, iolatency, wbt). Only IO that was held is "
-    "observed.",
+    "Time that IO of the cgroup was held back by a limit before it became a request: max (io.max "
+    "or blkio.throttle) or qos (iocost, wbt). Only IO that was held is observed.",
     ("cgroup", "device", "limit"),
     "seconds",
     _LIMIT,

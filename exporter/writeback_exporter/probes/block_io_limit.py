@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Waits that limits impose on block IO by (cgroup, disk, limit): bpf/block_io_limit.bpf.c."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from writeback_exporter.collector import Host
+from writeback_exporter.features import Feature, Refused
+from writeback_exporter.kernel.libbpf import BpfError, Object
+from writeback_exporter.kernel.loader import Kernel, load
+from writeback_exporter.metrics import catalogue
+from writeback_exporter.metrics.exposition import Labels, Snapshot
+from writeback_exporter.names.cgroups import Hierarchies
+from writeback_exporter.probes.base import CgroupMap, Disk, Probe, disks_that_left
+
+_MINOR_BITS = 20  # of the kernel's dev_t (include/linux/kdev_t.h)
+_POP_ARITIES = {2: 0, 3: 1}
+"""By number of throtl_pop_queued()'s arguments (2 in 6.12, 3 in 6.18): is the direction one?"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Policy:
+    """Something that holds IO: the kernel's functions that its programs need, and the programs, of
+    which the one that sees the end comes first."""
+
+    functions: tuple[str, ...]
+    programs: tuple[str, ...]
+
+
+_POLICIES = {
+    "max": _Policy(
+        ("throtl_add_bio_tg", "throtl_pop_queued"), ("throttle_release", "throttle_hold")
+    ),
+    "iocost": _Policy(("iocg_kick_waitq", "iocg_wake_fn"), ("iocost_release", "iocost_hold")),
+    # iolatency waits in rq_qos_wait() too, hence the function that only wbt has.
+    "wbt": _Policy(("rq_qos_wait", "wbt_inflight_cb"), ("wbt_exit", "wbt_enter")),
+}
+
+
+@dataclass(slots=True, kw_only=True)
+class _Disk(Disk):
+    """A disk on which a limit held IO."""
+
+    identity: bytes
+    """Key in limit_disks."""
+
+
+class BlockIoLimit(Probe):
+    """Time that io.max, iocost and wbt hold IO back, by cgroup and disk; needs fentry."""
+
+    name = "block_io_limit"
+
+    def __init__(self) -> None:
+        super().__init__()
+        waits = self._value_layout("block_io_limit")
+        self._first = self.file.enum("limit_exponents")["LIMIT_FIRST"]
+        self._waits = waits.pick("ns", "slots")
+        self._key = self._key_layout("block_io_limit").pick("gendisk", "dev", "limit")
+        self._held = self._value_layout("limit_held").pick("key.gendisk", "key.dev")
+        self._identity = self._key_layout("limit_disks").pick("gendisk", "dev")
+        self._disk_name = self._value_layout("limit_disks").pick("name")
+        self._limits = [
+            limit.removeprefix("LIMIT_").lower()
+            for limit in self.file.enum("limit")
+            if limit != "LIMITS"
+        ]
+        self._rows = CgroupMap(self, "block_io_limit", self._more)
+        self._readings = 0
+        self._disks: dict[tuple[int, int], _Disk] = {}
+
+    def load(self, kernel: Kernel, hierarchies: Hierarchies) -> list[Feature]:
+        arity = kernel.btf.function_arity("throtl_pop_queued")
+        constants = {"direction_argument": _POP_ARITIES.get(arity or 0, 0)}
+        refusals: dict[str, Refused] = {}
+        for name, policy in _POLICIES.items():
+            if not _is_in(kernel, policy):
+                refusals[name] = _not_in_this_kernel(name)
+        self.bpf = self._load_what_can_be(constants, refusals)
+        for name, policy in _POLICIES.items():
+            if name not in refusals:
+                try:
+                    for program in policy.programs:
+                        self.bpf.attach(program)
+                except BpfError as error:
+                    refusals[name] = _needs_fentry(str(error))
+        if len(refusals) == len(_POLICIES):
+            self.close()
+            raise refusals["max"]
+        self._rows.make_room(hierarchies.io, rests=())  # the BPF program makes it with each disk
+        return [
+            Feature.refused(f"{self.name}_{name}", refusals[name])
+            if name in refusals
+            else Feature(f"{self.name}_{name}", True)
+            for name in _POLICIES
+        ]
+
+    def _load_what_can_be(
+        self, constants: Mapping[str, int], refusals: dict[str, Refused]
+    ) -> Object:
+        """The programs of all policies that are not refused; where the kernel refuses them, of
+        those that it does not refuse alone. Raises Refused where there are none."""
+        if programs := _programs_except(refusals):
+            try:
+                return load(self.file, (), constants, also=programs)
+            except Refused as refusal:
+                if refusal.reason == "not permitted":
+                    raise _needs_fentry(refusal.detail) from refusal
+        for name in _POLICIES.keys() - refusals.keys():
+            try:
+                load(self.file, (), constants, also=_POLICIES[name].programs).close()
+            except Refused as refusal:
+                refusals[name] = refusal
+        if programs := _programs_except(refusals):
+            return load(self.file, (), constants, also=programs)
+        raise refusals["max"]
+
+    def read(self) -> None:
+        # Rows first: a disk that is in them is then among those that are read later.
+        self._rows.read()
+        self._dump("limit_held")
+        known, self._disks = self._disks, {}
+        self._readings += 1
+        for identity, value in self._dump("limit_disks"):
+            gendisk, dev = self._identity.unpack(identity)
+            (name,) = self._disk_name.unpack(value)
+            old = known.get((gendisk, dev))
+            self._disks[gendisk, dev] = old or _Disk(
+                name=name.split(b"\0", 1)[0].decode("utf-8", "backslashreplace"),
+                dev=f"{dev >> _MINOR_BITS}:{dev & ((1 << _MINOR_BITS) - 1)}",
+                seen=self._readings,
+                identity=identity,
+            )
+        self._rows.keep(lambda rest: self._unpacked(rest)[:2] in self._disks)
+
+    def _unpacked(self, rest: bytes) -> tuple[int, int, int]:
+        gendisk, dev, limit = self._key.unpack(bytes(8) + rest)
+        return gendisk, dev, limit
+
+    def _more(self, rest: bytes) -> Labels:
+        gendisk, dev, limit = self._unpacked(rest)
+        return self._disks[gendisk, dev].name, self._limits[limit]
+
+    def fill(self, snapshot: Snapshot, host: Host) -> None:
+        table = self._rows.table(host.cgroups)
+        snapshot.histograms.append(
+            table.histogram(catalogue.BLOCK_IO_LIMIT_SECONDS, self._first, self._waits)
+        )
+
+    def forget(self, gone: set[tuple[int, int]], host: Host, now: float) -> None:
+        left = {
+            self._identity.unpack(disk.identity): disk
+            for disk in disks_that_left(self._disks.values(), host.devices, now)
+        }
+        if not left:
+            self._rows.forget(gone, host.cgroups)
+            return
+        names = {disk.name for key, disk in self._disks.items() if key not in left}
+        self._rows.forget(
+            gone,
+            host.cgroups,
+            lambda rest: self._unpacked(rest)[:2] in left,
+            lambda more: more[0] in names,
+        )
+        # What was held when the disk went, and whose end the kernel has not shown us.
+        for key, hold in self._dump("limit_held"):
+            if self._held.unpack(hold) in left:
+                self.map("limit_held").delete(key)
+        for disk in left.values():
+            self.map("limit_disks").delete(disk.identity)
+
+
+def _is_in(kernel: Kernel, policy: _Policy) -> bool:
+    return all(kernel.has_function(function) for function in policy.functions) and (
+        "throtl_pop_queued" not in policy.functions
+        or kernel.btf.function_arity("throtl_pop_queued") in _POP_ARITIES
+    )
+
+
+def _programs_except(refused: Collection[str]) -> list[str]:
+    return [p for name, policy in _POLICIES.items() if name not in refused for p in policy.programs]
+
+
+def _not_in_this_kernel(name: str) -> Refused:
+    return Refused(
+        "not in this kernel",
+        f"the kernel has no {name} limits of block IO, or has inlined their functions",
+        "nothing is to be done where none are configured; else use another kernel",
+    )
+
+
+def _needs_fentry(detail: str) -> Refused:
+    return Refused(
+        "needs fentry",
+        detail,
+        "use a kernel with CONFIG_DYNAMIC_FTRACE_WITH_DIRECT_CALLS (x86-64: 5.5, aarch64: 6.4) and "
+        "allow bpf(2) in the container; until then waits for limits are in no metric",
+    )

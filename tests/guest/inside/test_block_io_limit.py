@@ -1,0 +1,370 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Waits that limits impose, against ftrace's count of the bios that the kernel held, against the
+writer's own clock, and against what the limit's rate demands."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests import lab
+from tests.guest.inside.test_main_signals import FAST, MIB, SLOW, TRACING, dirty_limits
+from tests.lab import BUFFERED_WRITER, DIRECT_READER, DIRECT_WRITER, Cgroup, Scrape
+from writeback_exporter.exporter import Exporter
+from writeback_exporter.metrics.exposition import negotiate, render
+from writeback_exporter.settings import Settings
+
+ROOT = Path("/sys/fs/cgroup")
+CLOCK = "import time\nbegin = time.monotonic()\n"
+TIMED_WRITER = CLOCK + DIRECT_WRITER + "print(time.monotonic() - begin)\n"
+SIZE, COUNT = 65536, 40
+RATE = MIB
+"""Bytes per second: COUNT writes of SIZE take 2.5 s."""
+
+
+@pytest.fixture(scope="module")
+def exporter() -> Iterator[Exporter]:
+    """One for all: in this process, for a new one takes seconds here."""
+    Path("/proc/sys/kernel/bpf_stats_enabled").write_text("1")
+    made = Exporter(
+        Settings(
+            listen=(),
+            telemetry_path="/metrics",
+            collectors=frozenset({"block_io_limit"}),
+            procfs="/proc",
+            sysfs="/sys",
+            cgroupfs=str(ROOT),
+        )
+    )
+    try:
+        made.start()
+        yield made
+    finally:
+        made.close()
+
+
+@dataclass
+class Seen:
+    """What the exporter exports now."""
+
+    scrape: Scrape
+
+    def waits(self, cgroup: str, limit: str) -> tuple[int, float]:
+        """Their number and seconds."""
+        labels = {"cgroup": cgroup, "limit": limit, "device": FAST.name}
+        count = self.scrape.sum("block_io_limit_seconds_count", **labels)
+        return int(count), self.scrape.sum("block_io_limit_seconds_sum", **labels)
+
+    @property
+    def cgroups(self) -> set[str]:
+        return self.scrape.values("block_io_limit_seconds_count", "cgroup")
+
+    @property
+    def held(self) -> float:
+        """Bios and tasks that are held now."""
+        return self.scrape.sum("exporter_map_entries", map="limit_held")
+
+    @property
+    def runs(self) -> dict[str, float]:
+        """Runs of each of the collector's programs."""
+        return {
+            program: value
+            for series, value in self.scrape.select("exporter_program_runs_total").items()
+            if (program := dict(series)["program"]).startswith("block_io_limit/")
+        }
+
+    def check(self) -> None:
+        """Nothing was lost, and nothing is held any more."""
+        assert self.held == 0
+        assert not any(self.scrape.select("exporter_map_dropped_total").values())
+        assert not any(self.scrape.select("exporter_program_missed_total").values())
+
+
+def see(exporter: Exporter) -> Seen:
+    return Seen(Scrape(b"".join(render(exporter.collect(), negotiate(""))).decode()))
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.05)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a kernel function, as ftrace has it."""
+
+    task: str
+    at: float
+    """Seconds."""
+    function: str
+    caller: str
+
+
+class Calls:
+    """Calls of kernel functions by ftrace's function tracer, which owes nothing to BPF."""
+
+    def __init__(self, *functions: str) -> None:
+        self._functions = functions
+
+    def __enter__(self) -> Calls:
+        (TRACING / "buffer_size_kb").write_text("8192")
+        (TRACING / "set_ftrace_filter").write_text("\n".join(self._functions))
+        (TRACING / "current_tracer").write_text("function")
+        (TRACING / "trace").write_text("")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.all = [
+            Call(task, float(at), function, caller)
+            for task, at, function, caller in re.findall(
+                r"^\s*(.+-\d+)\s+\[.* ([\d.]+): (\w+) <-([\w.]+)$",
+                (TRACING / "trace").read_text(),
+                re.MULTILINE,
+            )
+        ]
+        (TRACING / "current_tracer").write_text("nop")
+        (TRACING / "set_ftrace_filter").write_text("")
+
+    def count(self, function: str, *callers: str) -> int:
+        """Those by functions whose names begin so."""
+        return sum(
+            call.function == function and call.caller.startswith(callers) for call in self.all
+        )
+
+    def held(self) -> float:
+        """Seconds from each bio's hold until it is let go, where there is one at a time."""
+        seconds, since = 0.0, 0.0
+        for call in self.all:
+            if call.function == "throtl_add_bio_tg" and call.caller.startswith(SUBMIT):
+                since = call.at
+            elif call.function == "blk_throtl_dispatch_work_fn" and since:
+                seconds += call.at - since
+                since = 0
+        return seconds
+
+
+THROTTLE = ("throtl_add_bio_tg", "blk_throtl_dispatch_work_fn")
+SUBMIT = ("blk_throtl_bio", "__blk_throtl_bio")
+"""That calls throtl_add_bio_tg() for a bio that is held, its name up to 5.17 and since."""
+
+
+def io_max(group: Cgroup, **limits: object) -> None:
+    text = " ".join(f"{name}={value}" for name, value in limits.items())
+    (group.directory / "io.max").write_text(f"{FAST.dev} {text}")
+
+
+@contextmanager
+def limited(name: str, **limits: object) -> Iterator[Cgroup]:
+    with lab.cgroup(lab.hierarchies().io, name) as group:
+        io_max(group, **limits)
+        yield group
+
+
+def test_all_is_available(exporter: Exporter) -> None:
+    available = {f.name: (f.available, f.detail) for f in exporter.features}
+    for name in ("", "_max", "_iocost", "_wbt"):
+        assert available[f"block_io_limit{name}"] == (True, "")
+
+
+@pytest.mark.parametrize("limit", [{"wbps": RATE}, {"wiops": RATE // SIZE}], ids=["wbps", "wiops"])
+def test_a_direct_writer_over_io_max(exporter: Exporter, limit: dict[str, int]) -> None:
+    """Each held bio once. One write at a time: its waits together are no longer than the writer
+    took, and most of what the rate demands."""
+    (name,) = limit
+    with limited(name, **limit) as group:
+        with Calls(*THROTTLE) as calls:
+            took = float(lab.run_in([group], TIMED_WRITER, FAST.path, SIZE, COUNT, 0))
+        seen = see(exporter)
+        count, seconds = seen.waits(f"/{name}", "max")
+        assert count == calls.count("throtl_add_bio_tg", *SUBMIT)
+        # The first ones go on credit.
+        assert COUNT / 2 < count <= COUNT
+        assert 0.5 * COUNT * SIZE / RATE < seconds < took
+        # ftrace stamps the end a little before we do, and the begin perhaps.
+        assert seconds > calls.held() - 0.001 * count
+        assert seen.waits(f"/{name}", "qos") == (0, 0)
+        seen.check()
+
+
+def test_io_that_no_limit_holds_costs_nothing(exporter: Exporter) -> None:
+    """Not one run of a program: in a cgroup without a limit beside one that has, in one that stays
+    below its limits, and on a disk where wbt is on, as it is by default."""
+    assert int(Path(f"/sys/block/{FAST.name}/queue/wbt_lat_usec").read_text()) > 0
+    with (
+        limited("held", wbps=RATE) as held,
+        limited("below", wbps=1 << 40, rbps=1 << 40, wiops=1 << 30) as below,
+        lab.cgroup(lab.hierarchies().io, "free") as free,
+    ):
+        lab.run_in([held], DIRECT_WRITER, FAST.path, SIZE, 10, 0)
+        before = see(exporter)
+        assert before.runs["block_io_limit/throttle_hold"] > 0
+        assert before.runs["block_io_limit/throttle_release"] > 0
+        for group in (free, below):
+            lab.run_in([group], DIRECT_WRITER, FAST.path, 4096, 200, 0)
+            lab.run_in([group], DIRECT_READER, FAST.path, 4096, 200, 0)
+        after = see(exporter)
+        assert after.runs == before.runs
+        assert not {"/free", "/below"} & after.cgroups
+
+
+def test_nested_limits_are_one_wait(exporter: Exporter) -> None:
+    """The bio waits for its own cgroup's limit, then for the one above: from the first on."""
+    with limited("above", wbps=RATE) as above:
+        (above.directory / "cgroup.subtree_control").write_text("+io")
+        inner = Cgroup(above.directory / "inner", "/above/inner")
+        inner.directory.mkdir()
+        try:
+            io_max(inner, wbps=2 * RATE)
+            with Calls(*THROTTLE) as calls:
+                took = float(lab.run_in([inner], TIMED_WRITER, FAST.path, SIZE, COUNT, 0))
+            seen = see(exporter)
+            count, seconds = seen.waits(inner.label, "max")
+            assert count == calls.count("throtl_add_bio_tg", *SUBMIT)
+            assert calls.count("throtl_add_bio_tg", "tg_dispatch_one_bio") > count / 2
+            assert COUNT / 2 < count <= COUNT
+            assert calls.held() - 0.001 * count < seconds < took
+            assert "/above" not in seen.cgroups
+            seen.check()
+        finally:
+            until(lambda: not (inner.directory / "cgroup.procs").read_text())
+            inner.directory.rmdir()
+
+
+def test_a_buffered_writer(exporter: Exporter, tmp_path: Path) -> None:
+    """The flusher submits, and the bios that are held are the writer's."""
+    with lab.ext4(FAST, tmp_path) as mount, limited("buffered", wbps=RATE) as group:
+        before = see(exporter)
+        with Calls(*THROTTLE) as calls:
+            lab.run_in([group], BUFFERED_WRITER, mount / "file", 2 * MIB)
+            lab.sh("sync", "-f", mount)
+        seen = see(exporter)
+        count, seconds = seen.waits("/buffered", "max")
+        assert count == calls.count("throtl_add_bio_tg", *SUBMIT) > 0
+        assert seconds > 0.5
+        assert seen.cgroups == before.cgroups | {"/buffered"}
+        seen.check()
+
+
+def test_a_limit_that_is_lifted(exporter: Exporter) -> None:
+    with limited("lifted", wbps=4096) as group:
+        with Calls(*THROTTLE) as calls:
+            # 16 s a write.
+            writer = lab.spawn_in([group], TIMED_WRITER, FAST.path, SIZE, 4, 0)
+            until(lambda: see(exporter).held == 1)
+            io_max(group, wbps="max")
+            output, _ = writer.communicate(timeout=60)
+        assert writer.returncode == 0
+        seen = see(exporter)
+        count, seconds = seen.waits("/lifted", "max")
+        assert count == calls.count("throtl_add_bio_tg", *SUBMIT) > 0
+        assert 0 < seconds < float(output)
+        seen.check()
+
+
+def test_a_cgroup_that_is_removed(exporter: Exporter, tmp_path: Path) -> None:
+    """Its bios are held when its last task has gone, and the cgroup too."""
+    with lab.ext4(FAST, tmp_path) as mount:
+        with limited("removed", wbps=RATE // 4) as group, Calls(*THROTTLE) as calls:
+            lab.run_in([group], BUFFERED_WRITER, mount / "file", MIB // 2)
+            sync = lab.spawn_in([], "os.sync()")
+            until(lambda: see(exporter).held > 0)
+            group.directory.rmdir()
+            sync.communicate(timeout=60)
+            group.directory.mkdir()  # for those who clean up
+        seen = see(exporter)
+        count, seconds = seen.waits("/removed", "max")
+        assert count == calls.count("throtl_add_bio_tg", *SUBMIT) > 0
+        assert seconds > 0
+        seen.check()
+
+
+@contextmanager
+def iocost(**rates: int) -> Iterator[None]:
+    """A model of the disk with these rates for reads and writes alike."""
+    model = " ".join(f"{op}{name}={rate}" for op in "rw" for name, rate in rates.items())
+    (ROOT / "io.cost.qos").write_text(f"{FAST.dev} enable=1 ctrl=user min=100 max=100")
+    (ROOT / "io.cost.model").write_text(f"{FAST.dev} ctrl=user model=linear {model}")
+    try:
+        yield
+    finally:
+        (ROOT / "io.cost.qos").write_text(f"{FAST.dev} enable=0")
+
+
+def test_iocost(exporter: Exporter) -> None:
+    with (
+        lab.cgroup(lab.hierarchies().io, "iocost") as group,
+        iocost(bps=RATE, seqiops=1000, randiops=1000),
+    ):
+        with Calls("iocg_kick_waitq") as calls:
+            took = float(lab.run_in([group], TIMED_WRITER, FAST.path, SIZE, COUNT, 0))
+        seen = see(exporter)
+        count, seconds = seen.waits("/iocost", "qos")
+        # By a timer, or else by a task that has queued itself.
+        assert count == calls.count("iocg_kick_waitq", "ioc_rqos", "iocg_handle")
+        assert COUNT / 2 < count <= COUNT
+        assert 0.5 * COUNT * SIZE / RATE < seconds < took
+        assert seen.waits("/iocost", "max") == (0, 0)
+        seen.check()
+
+
+def test_io_within_iocosts_budget_costs_nothing(exporter: Exporter) -> None:
+    with (
+        lab.cgroup(lab.hierarchies().io, "budget") as group,
+        iocost(bps=1 << 40, seqiops=1 << 30, randiops=1 << 30),
+    ):
+        before = see(exporter)
+        lab.run_in([group], DIRECT_WRITER, FAST.path, 4096, 200, 0)
+        lab.run_in([group], DIRECT_READER, FAST.path, 4096, 200, 0)
+        after = see(exporter)
+        assert after.runs == before.runs
+        assert "/budget" not in after.cgroups
+
+
+def sleeps(calls: list[Call], task: str) -> int:
+    """How many of the matching tasks' calls of rq_qos_wait() led to a sleep."""
+    last: dict[str, str] = {}
+    count = 0
+    for call in calls:
+        if call.function == "io_schedule" and call.caller.startswith("rq_qos_wait"):
+            count += re.match(task, call.task) is not None and last.get(call.task) == "rq_qos_wait"
+        last[call.task] = call.function
+    return count
+
+
+def test_wbt_holds_the_flusher(exporter: Exporter) -> None:
+    """On a slow disk, with requests so small that many are in flight: the flusher waits, and the
+    wait is that of the cgroup whose pages it writes."""
+    with (
+        lab.cgroup(lab.hierarchies().io, "flushed") as group,
+        SLOW.queue(max_sectors_kb="4", nomerges="2"),
+        dirty_limits(65536, 64 * MIB),
+    ):
+        before = see(exporter)
+        with Calls("rq_qos_wait", "io_schedule") as calls:
+            lab.run_in([group], BUFFERED_WRITER, SLOW.path, MIB)
+            lab.sh("sync")
+        seen = see(exporter)
+        counts = {
+            dict(series)["cgroup"]: count
+            for series, count in seen.scrape.select(
+                "block_io_limit_seconds_count", device=SLOW.name, limit="qos"
+            ).items()
+        }
+        assert sleeps(calls.all, "kworker") > 0
+        assert "/flushed" in counts
+        # A task that was woken before it slept is in ftrace's count, and not in ours.
+        assert 0 < sum(counts.values()) <= sleeps(calls.all, "")
+        # Twice for each buffered write: that is what wbt costs that holds nothing.
+        waited = calls.count("rq_qos_wait", "")
+        for program in ("wbt_enter", "wbt_exit"):
+            name = f"block_io_limit/{program}"
+            assert seen.runs[name] - before.runs[name] == waited
+        seen.check()
