@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from tests import lab
-from tests.guest.inside.test_main_signals import FAST, MIB, SLOW, TRACING, dirty_limits
+from tests.guest.inside.kernel import TRACING, dirty_limits
+from tests.guest.inside.test_main_signals import FAST, MIB, SLOW
 from tests.lab import BUFFERED_WRITER, DIRECT_READER, DIRECT_WRITER, Cgroup, Scrape
 from writeback_exporter.exporter import Exporter
 from writeback_exporter.metrics.exposition import negotiate, render
