@@ -27,6 +27,8 @@ class _Policy:
 
     functions: tuple[str, ...]
     programs: tuple[str, ...]
+    sleeps: bool = False
+    """Whether a task sleeps in a function that fexit is attached to."""
 
 
 _POLICIES = {
@@ -35,7 +37,7 @@ _POLICIES = {
     ),
     "iocost": _Policy(("iocg_kick_waitq", "iocg_wake_fn"), ("iocost_release", "iocost_hold")),
     # iolatency waits in rq_qos_wait() too, hence the function that only wbt has.
-    "wbt": _Policy(("rq_qos_wait", "wbt_inflight_cb"), ("wbt_exit", "wbt_enter")),
+    "wbt": _Policy(("rq_qos_wait", "wbt_inflight_cb"), ("wbt_exit", "wbt_enter"), sleeps=True),
 }
 
 
@@ -77,6 +79,11 @@ class BlockIoLimit(Probe):
         for name, policy in _POLICIES.items():
             if not _is_in(kernel, policy):
                 refusals[name] = _not_in_this_kernel(name)
+            elif policy.sleeps:
+                try:
+                    kernel.require_fexit_of_sleepers()
+                except Refused as refusal:
+                    refusals[name] = refusal
         self.bpf = self._load_what_can_be(constants, refusals)
         for name, policy in _POLICIES.items():
             if name not in refusals:
