@@ -43,7 +43,7 @@ class Ring:
         self.fd = libc.syscall(SETUP, ENTRIES, params)
         assert self.fd >= 0, os.strerror(ctypes.get_errno())
         protection = mmap.PROT_READ | mmap.PROT_WRITE
-        rings = libc.mmap(None, 8192, protection, mmap.MAP_SHARED, self.fd, 0)
+        rings = libc.mmap(None, 4096, protection, mmap.MAP_SHARED, self.fd, 0)
         sqes = libc.mmap(None, 4096, protection, mmap.MAP_SHARED, self.fd, 0x10000000)
         assert ctypes.c_void_p(-1).value not in (rings, sqes), os.strerror(ctypes.get_errno())
         ctypes.memmove(sqes, READ * ENTRIES, 4096)
