@@ -76,25 +76,26 @@ def test_dirty_memory(
 def test_limits_and_what_comes_of_them(exporter: lab.Exporter, memory_cgroup: Cgroup) -> None:
     labels = {"cgroup": memory_cgroup.label}
     assert not exporter.scrape().select("cgroup_memory_limit_bytes", **labels)
-    # With swap there is more beyond the limit: where memory.memsw has the same one, only its own
-    # failures are counted.
+    # Of what failed by the limit of memory and swap, 6.18 has lost count: so it is a larger one.
     for name, size in (("limit", 32 * MIB), ("memsw.limit", 40 * MIB), ("soft_limit", 16 * MIB)):
-        file = memory_cgroup.directory / f"memory.{name}_in_bytes"
-        if file.exists():
-            file.write_text(str(size))
+        (memory_cgroup.directory / f"memory.{name}_in_bytes").write_text(str(size))
     limits = exporter.scrape().select("cgroup_memory_limit_bytes", **labels)
     assert {dict(series)["limit"]: value for series, value in limits.items()} == {
         "max": 32 * MIB,
         "soft": 16 * MIB,
     }
-    with kept(memory_cgroup, "failcnt") as failcnt, kept(memory_cgroup, "oom_control") as control:
+    with (
+        kept(memory_cgroup, "failcnt") as failcnt,
+        kept(memory_cgroup, "memsw.failcnt") as memsw_failcnt,
+        kept(memory_cgroup, "oom_control") as control,
+    ):
         process = lab.spawn_in([memory_cgroup], ALLOCATE, 64 * MIB)
         process.communicate(timeout=60)
         assert process.returncode == -signal.SIGKILL
         events = exporter.scrape().select("cgroup_memory_events_total", **labels)
         assert {dict(series)["event"]: value for series, value in events.items()} == {
-            "max": number(failcnt),
-            "oom_kill": 1,
+            "max": number(failcnt) + number(memsw_failcnt),
+            "oom_kill": number(control, "oom_kill"),
         }
-        assert number(control, "oom_kill") == 1
         assert number(failcnt) > 0
+        assert number(control, "oom_kill") == 1

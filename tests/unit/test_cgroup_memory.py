@@ -111,13 +111,16 @@ def test_v1(tmp_path: Path, kind: str) -> None:
         {
             "/": v1(8192),
             "/docker": v1(4096, 40960),
-            "/docker/0123": v1(
-                4096,
-                memory_limit_in_bytes="1073741824\n",
-                memory_soft_limit_in_bytes="536870912\n",
-                memory_failcnt="12\n",
-                memory_oom_control="oom_kill_disable 0\nunder_oom 0\noom_kill 3\n",
-            ),
+            "/docker/0123": {
+                "memory.memsw.failcnt": "30\n",
+                **v1(
+                    4096,
+                    memory_limit_in_bytes="1073741824\n",
+                    memory_soft_limit_in_bytes="536870912\n",
+                    memory_failcnt="12\n",
+                    memory_oom_control="oom_kill_disable 0\nunder_oom 0\noom_kill 3\n",
+                ),
+            },
         },
     )
     if kind == HYBRID:
@@ -135,7 +138,7 @@ def test_v1(tmp_path: Path, kind: str) -> None:
         ("/docker/0123", "soft"): 536870912,
     }
     events = by(scrape, "cgroup_memory_events_total", "cgroup", "event")
-    assert events["/docker/0123", "max"] == 12
+    assert events["/docker/0123", "max"] == 42
     assert events["/docker/0123", "oom_kill"] == 3
     assert len(events) == 6  # the switches in memory.oom_control are no events
 
@@ -162,6 +165,8 @@ def test_one_missing_line_or_file_leaves_the_rest(tmp_path: Path) -> None:
             "/no-events": without_events,
         },
     )
+    with open(tmp_path / "cgroup/junk/memory.events", "ab") as stream:
+        stream.write(b"\xff 5\n")
     scrape = Opened(CgroupMemory(), place).scrape()
     assert by(scrape, "cgroup_dirty_bytes", "cgroup") == {("/no-events",): 1}
     assert by(scrape, "cgroup_writeback_bytes", "cgroup") == {
@@ -174,7 +179,10 @@ def test_one_missing_line_or_file_leaves_the_rest(tmp_path: Path) -> None:
     }
     assert by(scrape, "cgroup_memory_limit_bytes", "cgroup", "limit") == {}
     events = by(scrape, "cgroup_memory_events_total", "cgroup", "event")
-    assert {event: n for (cgroup, event), n in events.items() if cgroup == "/junk"} == {"max": 4}
+    assert {event: n for (cgroup, event), n in events.items() if cgroup == "/junk"} == {
+        "max": 4,
+        r"\xff": 5,
+    }
 
 
 def test_a_cgroup_that_goes_and_comes_back_under_its_path(tmp_path: Path) -> None:

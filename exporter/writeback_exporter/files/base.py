@@ -86,7 +86,7 @@ def is_count(number: int) -> bool:
 def nested(text: bytes) -> Iterator[tuple[bytes, bytes, bytes]]:
     """(name, key, value) of lines of "name key=value key=value ...", as in io.stat.
 
-    A name may have no keys, and some kernels before 6.1 do not end the line of such a device.
+    A name may have no keys, and where the line of such a one is not ended the next one counts.
     """
     name = b""
     for word in text.split():

@@ -17,7 +17,7 @@ from writeback_exporter.features import Feature, Refused
 from writeback_exporter.files.base import Reader, content, keyed
 from writeback_exporter.metrics import catalogue
 from writeback_exporter.metrics.exposition import Labels, Snapshot, family
-from writeback_exporter.names.cgroups import Hierarchy
+from writeback_exporter.names.cgroups import Hierarchy, printable
 from writeback_exporter.settings import Settings
 
 # No machine has 2^62 bytes: v1 writes nearly 2^63 where there is no limit, and what has run below
@@ -37,7 +37,8 @@ class _Files:
     usage: bytes
     limits: tuple[tuple[str, bytes], ...]
     events: tuple[tuple[bytes, dict[bytes, str]], ...]
-    """Files, and what their events are called where not all are taken as they are."""
+    """Files, and what their events are called where not all are taken as they are; what two call
+    the same is summed."""
 
 
 _STAT = b"/memory.stat"
@@ -55,7 +56,9 @@ _V1 = _Files(
     usage=b"/memory.usage_in_bytes",
     limits=(("max", b"/memory.limit_in_bytes"), ("soft", b"/memory.soft_limit_in_bytes")),
     events=(
+        # Where the limit of memory and swap is the same, as Docker sets it, only that one is met.
         (b"/memory.failcnt", {b"": "max"}),
+        (b"/memory.memsw.failcnt", {b"": "max"}),
         (b"/memory.oom_control", {b"oom_kill": "oom_kill"}),
     ),
 )
@@ -96,10 +99,13 @@ class CgroupMemory(Reader):
             usage += _bytes((cgroup,), content(directory + files.usage))
             for limit, name in files.limits:
                 limits += _bytes((cgroup, limit), content(directory + name))
+            met: dict[str, int] = {}
             for name, called in files.events:
-                for event, count in keyed(content(directory + name) or b"").items():
-                    if not called or event in called:
-                        events.append(((cgroup, called.get(event) or event.decode()), count))
+                for kernels, count in keyed(content(directory + name) or b"").items():
+                    if not called or kernels in called:
+                        event = called.get(kernels) or printable(kernels)
+                        met[event] = met.get(event, 0) + count
+            events += (((cgroup, event), count) for event, count in met.items())
         snapshot.families += [
             family(catalogue.CGROUP_DIRTY_BYTES, dirty),
             family(catalogue.CGROUP_WRITEBACK_BYTES, writeback),

@@ -608,7 +608,8 @@ CGROUP_MEMORY_EVENTS = _metric(
     "cgroup_memory_events",
     Kind.COUNTER,
     "Times that the cgroup or one below it met a limit of its memory: low, high, max, oom, "
-    "oom_kill and so on. On cgroup v1 max and oom_kill of the cgroup alone.",
+    "oom_kill and so on. On cgroup v1 max (memory, or memory and swap) and oom_kill, of the cgroup "
+    "alone.",
     ("cgroup", "event"),
 )
 CGROUP_IO_BYTES = _metric(
