@@ -6,16 +6,22 @@
  *
  * See README.md here for keys, values, kernels and cost.
  */
-#include "kernel.h"
+#include "cgroup.h"
+#include "histogram.h"
 
 #define IORING_SETUP_SQPOLL (1U << 1) /* include/uapi/linux/io_uring.h */
 
-/* Process (tgid) -> rings that it made. User space deletes those that have none any more. */
+struct ring_owner {
+	__u64 made;   /* rings, so far */
+	__u64 cgroup; /* of the process when it made the first */
+};
+
+/* By process (tgid). User space deletes those that have no ring any more. */
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
 	__uint(max_entries, 4096);
 	__type(key, __u32);
-	__type(value, __u64);
+	__type(value, struct ring_owner);
 } ring_owners SEC(".maps");
 
 enum drop {
@@ -30,14 +36,17 @@ SEC("tp_btf/io_uring_create")
 int io_uring_create(__u64 *ctx)
 {
 	__u32 flags = ctx[4], process = bpf_get_current_pid_tgid() >> 32;
-	__u64 one = 1, *rings;
+	struct ring_owner *owner, first = { .made = 1 };
 
 	if (!(flags & IORING_SETUP_SQPOLL))
 		return 0;
-	rings = bpf_map_lookup_elem(&ring_owners, &process);
-	if (rings)
-		__atomic_fetch_add(rings, 1, __ATOMIC_RELAXED);
-	else if (bpf_map_update_elem(&ring_owners, &process, &one, BPF_ANY))
+	owner = bpf_map_lookup_elem(&ring_owners, &process);
+	if (owner) {
+		add(&owner->made, 1);
+		return 0;
+	}
+	first.cgroup = current_cgroup();
+	if (bpf_map_update_elem(&ring_owners, &process, &first, BPF_ANY))
 		drop(DROP_RING_OWNERS);
 	return 0;
 }

@@ -219,7 +219,7 @@ def _parser() -> argparse.ArgumentParser:
             dest=name,
             action=argparse.BooleanOptionalAction,
             default=collector.default,
-            help=(collector.__doc__ or "").splitlines()[0]
+            help=" ".join((collector.__doc__ or "").partition("\n\n")[0].split())
             + ("" if collector.default else " (off unless switched on)"),
         )
     cgroups = parser.add_argument_group(

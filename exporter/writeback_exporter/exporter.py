@@ -74,6 +74,10 @@ COLLECTORS = {collector.name: collector for collector in _COLLECTORS}
 """What --collector.NAME switches."""
 
 
+_PATIENCE = 20
+"""Scrapes for which nothing is forgotten because a collector fails."""
+
+
 class Exporter:
     """The collectors that run on this host. `start`, `collect` at each scrape, then `close`."""
 
@@ -82,10 +86,13 @@ class Exporter:
         self.hierarchies = find_hierarchies(settings.cgroupfs, settings.procfs)
         self._settings = settings
         self._full_maps: set[str] = set()
+        self._withheld = 0
+        self._missed: dict[str, set[tuple[int, int]]] = {}
+        """What the others have forgotten while a collector failed."""
         self._idle = Idle(settings.idle_timeout) if settings.idle_timeout else None
         self._found: list[Feature] = []
-        self.host = Host(Cgroups(self.hierarchies, settings.cgroups), Devices(settings.sysfs))
-        self.host = Host(Cgroups(self.hierarchies), Devices(settings.sysfs), settings.procfs)
+        cgroups = Cgroups(self.hierarchies, settings.cgroups)
+        self.host = Host(cgroups, Devices(settings.sysfs), settings.procfs)
         self.lock = threading.Lock()
         self._lifecycle = CgroupLifecycle(self.host.cgroups, self.lock)
         collectors = [make() for name, make in COLLECTORS.items() if name in settings.collectors]
@@ -116,7 +123,7 @@ class Exporter:
 
     def _load(self) -> None:
         try:
-            kernel = Kernel(syscall_tracepoints=self._settings.sync_tracepoints)
+            kernel = Kernel(self._settings.procfs, self._settings.sync_tracepoints)
         except Refused as refusal:
             self._found += [Feature.refused(probe.name, refusal) for probe in self._probes]
             log.error("no BPF: %s", refusal)
@@ -161,12 +168,13 @@ class Exporter:
             for run in runs:
                 run.attempt(run.collector.fill, run.snapshot, self.host)
             now = time.monotonic()
-            gone = self.host.cgroups.expired(now)
-            if any(run.error for run in runs):
-                gone.clear()  # all forget together, or rows of one would lose their name
+            gone = self._gone(runs, now)
             for run in runs:
-                run.attempt(run.collector.forget, gone, self.host, now)
+                due = gone | self._missed.pop(run.collector.name, set())
+                run.attempt(run.collector.forget, due, self.host, now)
                 run.attempt(run.inspect)
+                if run.error and due:
+                    self._missed[run.collector.name] = due
             self._warn_of_full_maps(runs)
         for run in runs:
             if run.error is None:
@@ -181,6 +189,16 @@ class Exporter:
             family(catalogue.EXPORTER_SERIES, [((), snapshot.series + itself)])
         )
         return snapshot
+
+    def _gone(self, runs: list[_Run], now: float) -> set[tuple[int, int]]:
+        """The (hierarchy, cgroup) to forget. All forget together, or rows of one would lose their
+        name: while one fails none does, but not for ever, since the maps would fill."""
+        gone = self.host.cgroups.expired(now)
+        failing = any(
+            run.error and type(run.collector).forget is not Collector.forget for run in runs
+        )
+        self._withheld = self._withheld + 1 if failing else 0
+        return set() if 0 < self._withheld <= _PATIENCE else gone
 
     def close(self) -> None:
         """Detaches and unloads all. Waits for a collection that is under way."""

@@ -18,7 +18,7 @@ from .kernels import Kernel
 
 INSIDE = Path(__file__).with_name("inside").resolve()
 # Below the time limits that CI systems have for a job, and many times what the tests take.
-TIMEOUT_SECONDS = 600
+TIMEOUT_SECONDS = 1800
 
 # pytest's exit codes for "all passed" and "some failed"; others mean that it did not get so far.
 RAN = (0, 1)

@@ -27,14 +27,14 @@ with lab.Exporter() as exporter, lab.cgroup(lab.hierarchies().io, "nvme") as gro
 
 
 class TwoPaths(vm.Disk):
-    """A disk behind two controllers of one subsystem."""
+    """A disk behind two controllers of one subsystem, which have its serial number."""
 
     def arguments(self, index: int, file: Path) -> list[str]:
         return [
             *("-drive", f"file={file},id=disk{index},if=none,format=raw,cache=unsafe"),
             *("-device", "nvme-subsys,id=subsystem,nqn=subsystem"),
-            *("-device", "nvme,id=first,serial=first,subsys=subsystem"),
-            *("-device", "nvme,id=second,serial=second,subsys=subsystem"),
+            *("-device", "nvme,id=first,serial=both,subsys=subsystem"),
+            *("-device", "nvme,id=second,serial=both,subsys=subsystem"),
             *("-device", f"nvme-ns,drive=disk{index},bus=first,nsid=1,shared=on"),
         ]
 

@@ -25,7 +25,7 @@ def counted(scrape: Scrape, cgroup: Cgroup) -> Times:
 
 
 def owners(scrape: Scrape) -> float:
-    return scrape.sum("exporter_map_entries", map="ring_owners")
+    return scrape.sum("exporter_map_entries", map="io_uring/ring_owners")
 
 
 def test_a_ring(exporter: lab.Exporter, task_cgroup: Cgroup) -> None:

@@ -99,6 +99,25 @@ def test_container_by_the_name_of_its_log(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "target",
+    ["/data/docker", "../../data/docker", "../../../../data/docker", "/x/../data/./docker"],
+)
+def test_links_lead_to_what_is_there_for_the_host(tmp_path: Path, target: str) -> None:
+    """Docker's directory is on another disk; not on our own root's, which has such a path too."""
+    write(tmp_path, f"data/docker/containers/{ID}/config.v2.json", {"Name": "/web"})
+    (tmp_path / "x").mkdir()
+    (tmp_path / "var/lib").mkdir(parents=True)
+    (tmp_path / "var/lib/docker").symlink_to(target)
+    assert found(tmp_path, IN_POD).containers == {ID: Container("docker", "web")}
+
+
+def test_links_in_a_circle(tmp_path: Path) -> None:
+    (tmp_path / "var/lib").mkdir(parents=True)
+    (tmp_path / "var/lib/docker").symlink_to("/var/lib/docker/x")
+    assert found(tmp_path, IN_POD) == Names()
+
+
+@pytest.mark.parametrize(
     ("path", "content", "runtime"),
     [
         (CONTAINERD, {"annotations": CRI}, "containerd"),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -62,13 +63,17 @@ LOCKED_6_12 = fdinfo(-1, 0, 0, cpu=-1)
 LOCKED_6_18 = "pos:\t0\nflags:\t02000002\nmnt_id:\t17\nino:\t630765\n"
 
 
+NOWHERE = Path("/nowhere")
+
+
 class Processes(Machine):
     """A machine on which processes make rings, and the probe that follows them."""
 
     def __init__(self, place: Path) -> None:
         super().__init__(place)
         self.probe = IoUring()
-        self.owners = Memory(4, 8, 4096)
+        self.owner = self.probe._fields
+        self.owners = Memory(4, self.owner.size, 4096)
         maps = {"ring_owners": self.owners}
         self.probe.bpf = cast(Object, SimpleNamespace(maps=maps, attached=()))
         self.probe._hierarchy = self.hierarchy
@@ -94,12 +99,12 @@ class Processes(Machine):
         (directory / "fd" / str(fd)).symlink_to(target)
         (directory / "fdinfo" / str(fd)).write_text(info)
 
-    def make(self, process: int, fd: int, info: str) -> None:
-        """The process makes a ring, which the kernel shows to the program."""
+    def make(self, process: int, fd: int, info: str, cgroup: int = 0) -> None:
+        """The process makes a ring in a cgroup, which the kernel shows to the program."""
         self.descriptor(process, fd, RING, info)
         key = process.to_bytes(4, sys.byteorder)
-        made = int.from_bytes(self.owners.entries.get(key, bytes(8)), sys.byteorder)
-        self.owners.update(key, (made + 1).to_bytes(8, sys.byteorder))
+        made, first = self.owner.unpack(self.owners.entries.get(key, bytes(16)))
+        self.owners.update(key, self.owner.pack(made + 1, first or cgroup))
 
     def end(self, *numbers: int) -> None:
         for number in numbers:
@@ -237,6 +242,24 @@ def test_a_cgroup_that_is_made_during_the_scrape(machine: Processes) -> None:
     assert machine.times() == {"/new": (1.0, 0)}
 
 
+def test_seen_from_a_cgroup_namespace(machine: Processes) -> None:
+    """Paths then lead out of it; the cgroup is where the process made its first ring."""
+    a, b = ((machine.cgroupfs / name).stat().st_ino for name in ("a", "b"))
+    for process, cgroup in ((100, a), (200, b), (300, 0)):
+        machine.start(process)
+        machine.thread(process, process + 1, "iou-sqp", "/../../b")
+        machine.make(process, 3, fdinfo(process + 1, 1_000_000, 0), cgroup)
+    assert machine.times() == {"/a": (1.0, 0), "/b": (1.0, 0), "other": (1.0, 0)}
+
+
+def test_a_cgroup_with_a_line_end_in_its_name(machine: Processes) -> None:
+    machine.cgroup("/a\rb")
+    machine.start(100)
+    machine.thread(100, 101, "iou-sqp-100", "/a\rb")
+    machine.make(100, 3, fdinfo(101, 1_000_000, 0))
+    assert machine.times() == {"/a\rb": (1.0, 0)}
+
+
 def test_a_removed_cgroup(machine: Processes) -> None:
     machine.start(100)
     machine.thread(100, 101, "iou-sqp-100")
@@ -272,14 +295,17 @@ def test_descriptors_are_listed_once(machine: Processes, monkeypatch: pytest.Mon
     machine.start(100)
     machine.thread(100, 101, "iou-sqp-100")
     machine.make(100, 3, fdinfo(101, 1_000_000, 0))
-    listed = []
-    real = os.listdir
+    listed: list[str] = []
 
-    def listdir(path: str) -> list[str]:
-        listed.append(path)
-        return real(path)
+    def noted(real: Callable[[str], object]) -> Callable[[str], object]:
+        def listing(path: str) -> object:
+            listed.append(path)
+            return real(path)
 
-    monkeypatch.setattr(os, "listdir", listdir)
+        return listing
+
+    monkeypatch.setattr(os, "listdir", noted(os.listdir))
+    monkeypatch.setattr(os, "scandir", noted(os.scandir))
     machine.times()
     machine.times()
     assert listed.count(f"{machine.procfs}/100/fd") == 1
@@ -311,7 +337,7 @@ def test_a_ring_that_is_made_while_its_owner_is_given_up(machine: Processes) -> 
     machine.descriptor(100, 3, OTHER_FILE, "")
     machine.probe.read()
     key = (100).to_bytes(4, sys.byteorder)
-    machine.owners.update(key, (2).to_bytes(8, sys.byteorder))
+    machine.owners.update(key, machine.owner.pack(2, 0))
     machine.probe._disown(100, made=1)
     assert machine.owners.entries.keys() == {key}
 
@@ -334,10 +360,14 @@ class Btf:
         return self._times
 
 
-def refused(btf: Btf) -> Refused:
+def refused(btf: Btf, procfs: Path = NOWHERE) -> Refused:
     with pytest.raises(Refused) as error:
-        io_uring._check(cast(Kernel, SimpleNamespace(btf=btf)))
+        io_uring._check(kernel(btf, procfs))
     return error.value
+
+
+def kernel(btf: Btf, procfs: Path) -> Kernel:
+    return cast(Kernel, SimpleNamespace(btf=btf, procfs=str(procfs)))
 
 
 def test_a_kernel_without_io_uring() -> None:
@@ -348,15 +378,21 @@ def test_a_kernel_that_does_not_tell_times() -> None:
     assert refused(Btf(times=False)).reason == "not in this kernel"
 
 
-def test_io_uring_is_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "disabled").write_text("2\n")
-    monkeypatch.setattr(io_uring, "DISABLED", str(tmp_path / "disabled"))
-    assert refused(Btf()).reason == "switched off"
+def test_io_uring_is_switched_off(tmp_path: Path) -> None:
+    (tmp_path / "sys/kernel").mkdir(parents=True)
+    (tmp_path / "sys/kernel/io_uring_disabled").write_text("2\n")
+    assert refused(Btf(), tmp_path).reason == "switched off"
 
 
-def test_rights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_procfs_of_another_pid_namespace(tmp_path: Path) -> None:
+    """Its numbers are not the kernel's."""
+    (tmp_path / "1/ns").mkdir(parents=True)
+    (tmp_path / "1/ns/pid").touch()
+    assert refused(Btf(), tmp_path).reason == "pid namespace"
+
+
+def test_rights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of whom fdinfo may be read: CAP_SYS_PTRACE, and one of two to list the descriptors."""
-    monkeypatch.setattr(io_uring, "DISABLED", str(tmp_path / "absent"))
     held: set[int] = set()
     monkeypatch.setattr(io_uring, "has_capability", lambda number: number in held)
     for some in (set(), {19}, {1, 2}):
@@ -366,4 +402,4 @@ def test_rights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for enough in ({1, 19}, {2, 19}):
         held.clear()
         held.update(enough)
-        io_uring._check(cast(Kernel, SimpleNamespace(btf=Btf())))
+        io_uring._check(kernel(Btf(), NOWHERE))

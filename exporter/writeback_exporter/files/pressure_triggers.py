@@ -77,6 +77,7 @@ class PressureTriggers(Reader):
         self._seen = -1  # the generation of cgroups that was looked at last
         self._retry_at = 0.0
         self._stop = -1
+        self._failure: Exception | None = None
         self._watcher: threading.Thread | None = None
 
     def open(self, settings: Settings, host: Host, lock: threading.Lock) -> list[Feature]:
@@ -114,6 +115,12 @@ class PressureTriggers(Reader):
     # In the thread ----------------------------------------------------------------------------
 
     def _watch(self) -> None:
+        try:
+            self._watch_until_stopped()
+        except Exception as error:  # whatever it is, it must not end unseen
+            self._failure = error
+
+    def _watch_until_stopped(self) -> None:
         timeout = _LOOK_SECONDS * 1000 if self._hierarchy else None
         while True:
             for descriptor, events in self._poll.poll(timeout):
@@ -250,6 +257,8 @@ class PressureTriggers(Reader):
     def fill(self, snapshot: Snapshot, host: Host) -> None:
         if not self._settings.pressure_triggers:
             return
+        if self._failure:
+            raise RuntimeError(f"nobody waits for PSI triggers any more: {self._failure}")
         with self._counting:
             counts = list(self._counts.items())
         states = {

@@ -29,11 +29,12 @@ _CAP_SYS_ADMIN, _CAP_PERFMON, _CAP_BPF = 21, 38, 39
 class Kernel:
     """The running kernel as far as loading BPF depends on it."""
 
-    def __init__(self, syscall_tracepoints: bool = False) -> None:
+    def __init__(self, procfs: str = "/proc", syscall_tracepoints: bool = False) -> None:
         """Raises Refused where no BPF program can be loaded at all.
 
         `syscall_tracepoints`: whether those may be used, at a cost to every system call.
         """
+        self.procfs = procfs
         self.syscall_tracepoints = syscall_tracepoints
         try:
             libbpf.version()

@@ -348,7 +348,7 @@ HOST_DIRTY_BYTES = _metric(
 HOST_WRITEBACK_BYTES = _metric(
     "host_writeback_bytes",
     Kind.GAUGE,
-    "Page cache under writeback.",
+    "Memory under writeback: page cache and swap.",
     (),
     "bytes",
 )
@@ -385,14 +385,14 @@ HOST_DIRTIED_BYTES = _metric(
 HOST_WRITTEN_BYTES = _metric(
     "host_written_bytes",
     Kind.COUNTER,
-    "Page cache written back.",
+    "Memory written back: page cache and swap.",
     (),
     "bytes",
 )
 HOST_THROTTLED_WRITTEN_BYTES = _metric(
     "host_throttled_written_bytes",
     Kind.COUNTER,
-    "Page cache written back by reclaim, which waited for it (since 5.16).",
+    "Written back, by whomever, while tasks were throttled in reclaim (since 5.16).",
     (),
     "bytes",
 )
@@ -584,7 +584,7 @@ CGROUP_DIRTY_BYTES = _metric(
 CGROUP_WRITEBACK_BYTES = _metric(
     "cgroup_writeback_bytes",
     Kind.GAUGE,
-    "Page cache under writeback charged to the cgroup and those below it.",
+    "Memory under writeback, page cache and swap, charged to the cgroup and those below it.",
     ("cgroup",),
     "bytes",
 )
@@ -676,7 +676,8 @@ IOCOST_USAGE_SECONDS = _metric(
 IOCOST_WAIT_SECONDS = _metric(
     "iocost_wait_seconds",
     Kind.COUNTER,
-    "Time that IO of the cgroup waited for iocost (where blk_cgroup.blkcg_debug_stats is set).",
+    "Time that IO of the cgroup and those below it waited for iocost (where "
+    "blk_cgroup.blkcg_debug_stats is set).",
     ("cgroup", "device"),
     "seconds",
 )

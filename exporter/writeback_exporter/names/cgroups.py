@@ -8,6 +8,7 @@ and then until its last samples were scraped.
 
 from __future__ import annotations
 
+import errno
 import os
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -37,6 +38,9 @@ that each of several Prometheus servers sees its last samples."""
 
 _EXITED_LIMIT = 50_000
 """Names of exited cgroups kept where nobody scrapes; without the eldest, its rows are OTHER's."""
+_PATH_LIMIT = 1023
+"""Bytes of a path that an event can hold (PATH_SIZE in bpf/cgroup_lifecycle.bpf.c): what is as long
+has been cut, and would be the name of all below it."""
 _EVICTED_LIMIT = 500_000
 """Ids kept of those; more cannot be in the maps."""
 
@@ -241,8 +245,11 @@ class Cgroups:
         if tree is None:
             return
         self.generation += 1
+        if len(path) >= _PATH_LIMIT and cgroup not in tree.live and cgroup not in tree.labels:
+            tree.labels[cgroup], tree.collapsed[cgroup] = OTHER, "no name"
         if kind is EventKind.MKDIR:
-            tree.live[cgroup] = _decoded(path)
+            if len(path) < _PATH_LIMIT:
+                tree.live[cgroup] = _decoded(path)
             # Nothing to forget: an id is never used twice (kernfs counts up).
         elif kind is EventKind.RENAME:
             _rename(tree, cgroup, _decoded(path))
@@ -340,14 +347,13 @@ class Cgroups:
         """(id, label, directory) of each live cgroup that is exported under a label of its own: of
         whose files samples can be made. It may be gone when they are opened."""
         mount = os.fsencode(hierarchy.mount)
-        tree = self._trees[hierarchy.id]
-        for cgroup, path in tree.live.items():
+        seen: set[str] = set()
+        for cgroup, path in self._trees[hierarchy.id].live.items():
             label = self.name(hierarchy, cgroup)
-            if label == path:
+            # Two whose names are no UTF-8 may look alike, and only one of them can be exported.
+            if label == _label(path) and label not in seen:
+                seen.add(label)
                 yield cgroup, label, mount if path == "/" else mount + _encoded(path)
-            # No UTF-8, and spelled out; unless a neighbour's name is what that gives.
-            elif label == _label(path) and tree.shown[label] == 1:
-                yield cgroup, label, mount + _encoded(path)
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -409,11 +415,11 @@ def _walk(mount: str) -> Iterator[tuple[int, str]]:
                     path = parent + b"/" + entry.name
                     yield entry.inode(), _decoded(path)
                     pending.append(path)
-        except (FileNotFoundError, NotADirectoryError):
-            continue  # it has gone meanwhile
-        except PermissionError:
-            continue  # whoever has it delegated to him has closed it; it has a name itself
         except OSError as error:
+            if parent and error.errno not in (errno.EMFILE, errno.ENFILE):
+                # It has gone meanwhile; or whoever has it delegated to him has closed it, or made
+                # it deeper than a path can be. It has a name itself.
+                continue
             raise CgroupfsError(
                 f"cannot read {printable(top + parent)}: {error.strerror}; raise the limit of open "
                 "files if that is the reason, or run the exporter as root"

@@ -29,6 +29,7 @@ _FILE_BYTES = 1 << 20
 """Larger files are not read: a container's configuration has some 10 KB."""
 _DIRECTORY_ENTRIES = 20_000
 _NAMESPACES = 16
+_LINKS = 40  # as the kernel (MAXSYMLINKS)
 _CONTAINERS_A_PASS = 1000
 _NAME_LENGTH = 256
 """Longer names are none; Kubernetes allows 253 characters."""
@@ -131,7 +132,7 @@ class Search:
     def _pods(self) -> dict[str, Pod]:
         pods = {}
         try:
-            for entry in _entries(self._root / "var/log/pods", _DIRECTORY_ENTRIES):
+            for entry in _entries(self._below("var/log/pods"), _DIRECTORY_ENTRIES):
                 parts = entry.split("_")  # which no part can have in it
                 if len(parts) == 3 and all(parts):
                     pods[parts[2]] = Pod(*parts[:2])
@@ -142,7 +143,7 @@ class Search:
     def _logged(self) -> dict[str, str]:
         names = {}
         with suppress(OSError):
-            for entry in _entries(self._root / "var/log/containers", _DIRECTORY_ENTRIES):
+            for entry in _entries(self._below("var/log/containers"), _DIRECTORY_ENTRIES):
                 log = _LOG.fullmatch(entry)
                 if log:
                     names[log["id"]] = log["container"]
@@ -151,15 +152,16 @@ class Search:
     # Runtimes' files
 
     def _state(self, container_id: str) -> _State | None:
-        path = self._root / f"var/lib/docker/containers/{container_id}/config.v2.json"
-        docker = _object(self._json(path))
+        containers = self._below("var/lib/docker/containers")
+        docker = _object(self._json(containers / container_id / "config.v2.json"))
         if docker:
             labels = _object(docker.get("Config")).get("Labels")
             name = _text(docker, "Name").removeprefix("/")
             return _of_pod("docker", labels, _KUBELET) or _State("docker", name)
         for storage in _STORAGES:
-            path = self._root / storage / f"overlay-containers/{container_id}/userdata/config.json"
-            state = _of_pod("cri-o", _object(self._json(path)).get("annotations"), _KUBELET)
+            containers = self._below(f"{storage}/overlay-containers")
+            config = _object(self._json(containers / container_id / "userdata/config.json"))
+            state = _of_pod("cri-o", config.get("annotations"), _KUBELET)
             if state:  # else Podman's, which does not have the name there
                 return state
         for tasks in self._containerd_tasks():
@@ -172,7 +174,7 @@ class Search:
 
     def _containerd_tasks(self) -> Iterator[Path]:
         for containerd in _CONTAINERDS:
-            tasks = self._root / containerd / "io.containerd.runtime.v2.task"
+            tasks = self._below(f"{containerd}/io.containerd.runtime.v2.task")
             with suppress(OSError):
                 for namespace in _entries(tasks, _NAMESPACES):
                     if namespace != "moby":  # Docker's, which has told already what it knows
@@ -182,13 +184,34 @@ class Search:
         names = {}
         for storage in _STORAGES:
             for file in ("containers.json", "volatile-containers.json"):
-                listed = self._json(self._root / storage / "overlay-containers" / file)
+                listed = self._json(self._below(f"{storage}/overlay-containers") / file)
                 for container in map(_object, listed if isinstance(listed, list) else ()):
                     container_names = container.get("names")
                     if isinstance(container_names, list) and container_names:
                         name = _text({"name": container_names[0]}, "name")
                         names[_text(container, "id")] = name
         return names
+
+    def _below(self, path: str) -> Path:
+        """A directory below the host's root. Absolute links on the way lead to what is there, as
+        for the host, and not to our own."""
+        place, ahead, links = self._root, path.split("/")[::-1], 0
+        while ahead and links <= _LINKS:
+            part = ahead.pop()
+            if part == "..":
+                place = place.parent if place != self._root else place
+                continue
+            step = place / part
+            try:
+                target = os.readlink(step)
+            except OSError:  # no link
+                place = step
+                continue
+            links += 1
+            if target.startswith("/"):
+                place = self._root
+            ahead += target.strip("/").split("/")[::-1]
+        return place
 
     def _json(self, path: Path) -> object:
         """What a file has; None where it is not there, no plain file, too large or no JSON."""
@@ -211,7 +234,6 @@ class Search:
 
 
 _LOG = re.compile("[^_]+_[^_]+_(?P<container>[^_]+)-(?P<id>[0-9a-f]{64})[.]log")
-# Not var/run, a link that may be absolute: it would lead out of `rootfs`.
 _STORAGES = ("run/containers/storage", "var/lib/containers/storage")
 _CONTAINERDS = (
     "run/containerd",

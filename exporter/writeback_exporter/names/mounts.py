@@ -63,7 +63,8 @@ def parse(mountinfo: bytes) -> dict[str, Mount]:
     out. Of several mounts of one the first with the shortest path, and before others those that
     are not of a directory in it."""
     best: dict[bytes, tuple[tuple[bool, int], bytes, bytes]] = {}
-    for line in mountinfo.splitlines():
+    # Not splitlines(): a carriage return in a name is no end of a line, and not escaped.
+    for line in mountinfo.split(b"\n"):
         mount, separator, system = line.partition(b" - ")
         if not separator or system.startswith(_LEFT_OUT):
             continue
@@ -83,11 +84,11 @@ def swaps(procfs: str) -> list[str]:
     """The paths of the devices that are swapped to (/proc/swaps)."""
     try:
         with open(f"{procfs}/swaps", "rb") as stream:
-            lines = stream.read().splitlines()[1:]
+            lines = stream.read().split(b"\n")[1:]
     except OSError:  # a kernel without swap
         return []
     columns = [line.split() for line in lines]
-    return [_unescaped(path) for path, kind, *_ in columns if kind == b"partition"]
+    return [_unescaped(c[0]) for c in columns if len(c) > 1 and c[1] == b"partition"]
 
 
 def _unescaped(field: bytes) -> str:

@@ -30,7 +30,7 @@ class CgroupRules:
         for pattern in self.collapse:
             if match := pattern.match(path):
                 part = (match[1] if pattern.groups else match[0]) or ""
-                if part.rstrip("/"):
+                if part.startswith("/") and part.rstrip("/"):
                     path = part.rstrip("/")
                     break
         if self.include and not self.include.fullmatch(path):

@@ -171,19 +171,20 @@ class CgroupMap:
             return
         in_use = cgroups.labels_in_use(self._hierarchy, gone)
 
-        def leaving() -> Iterator[tuple[Labels, bytes]]:
+        leaving: list[tuple[Labels, bytes]] = []
+        try:
             for key, labels, _ in list(self._rows(cgroups)):
                 is_dead = int.from_bytes(key[:8], sys.byteorder) in dead
                 if is_dead or (dead_rests is not None and dead_rests(key[8:])):
                     row = self._probe.map(self._name).lookup_and_delete(key)
                     if row is not None and any(row):
-                        yield labels, row
-
-        self._carried = carry(
-            self._carried,
-            leaving(),
-            lambda labels: labels[0] in in_use and rest_in_use(labels[1:]),
-        )
+                        leaving.append((labels, row))
+        finally:  # what is deleted is carried, though another one could not be
+            self._carried = carry(
+                self._carried,
+                leaving,
+                lambda labels: labels[0] in in_use and rest_in_use(labels[1:]),
+            )
 
 
 @dataclass(slots=True, kw_only=True)

@@ -84,6 +84,7 @@ class CgroupLifecycle(Probe):
                     self._ring.consume()
             except BpfError as error:
                 log.warning("%s; names of new cgroups wait for the next scrape", error)
+                return
             # Events come in bursts: one wakeup takes many.
             time.sleep(0.05)
 

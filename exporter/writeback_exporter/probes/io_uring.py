@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 from writeback_exporter.collector import Host
 from writeback_exporter.features import Feature, Refused
@@ -23,8 +24,10 @@ from writeback_exporter.metrics.exposition import Snapshot, family
 from writeback_exporter.names.cgroups import OTHER, Hierarchies, Hierarchy
 from writeback_exporter.probes.base import Probe
 
-DISABLED = "/proc/sys/kernel/io_uring_disabled"
 _FORBIDDEN = b"2"  # to all processes; 1 forbids it to those without a right or a group
+_FIRST_PID_NAMESPACE = 0xEFFFFFFC  # its inode: PROC_PID_INIT_INO (include/linux/proc_ns.h)
+_DESCRIPTORS = 65_536
+"""Of a process that are looked at: each takes 5 us of a scrape."""
 
 _CAP_DAC_OVERRIDE, _CAP_DAC_READ_SEARCH, _CAP_SYS_PTRACE = 1, 2, 19
 
@@ -48,6 +51,14 @@ class _Owner:
     fds: list[str]
 
 
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """Rings that a process has made since we came, and its cgroup then; 0 where it made none."""
+
+    rings: int = 0
+    cgroup: int = 0
+
+
 @dataclass(slots=True)
 class _Times:
     """Microseconds that a thread ran, and of these that it had work."""
@@ -63,9 +74,10 @@ class IoUring(Probe):
 
     def __init__(self) -> None:
         super().__init__()
+        self._fields = self._value_layout("ring_owners").pick("made", "cgroup")
         self._hierarchy = Hierarchy(0, "")
         self._older: set[int] | None = None
-        self._made: dict[int, int] = {}
+        self._made: dict[int, _Made] = {}
         self._owners: dict[int, _Owner] = {}
         self._threads: dict[int, _Times] = {}
         self._counted: dict[str, _Times] = {}
@@ -74,7 +86,8 @@ class IoUring(Probe):
         self._hierarchy = hierarchies.task
         _check(kernel)
         kernel.arity("io_uring_create", known=(5,))
-        self.bpf = load(self.file, ["io_uring_create"], {})
+        constants = {"memory_v1": hierarchies.memory_v1}
+        self.bpf = load(self.file, ["io_uring_create"], constants)
         if kernel.has_function("io_sq_cpu_usec"):
             return [Feature("io_uring_thread_time", True)]
         whole_process = Refused(
@@ -86,19 +99,20 @@ class IoUring(Probe):
 
     def read(self) -> None:
         self._made = {
-            int.from_bytes(process, sys.byteorder): int.from_bytes(made, sys.byteorder)
-            for process, made in self._dump("ring_owners")
+            int.from_bytes(process, sys.byteorder): _Made(*self._fields.unpack(value))
+            for process, value in self._dump("ring_owners")
         }
 
     def fill(self, snapshot: Snapshot, host: Host) -> None:
         if self._older is None:  # once, after the program was attached: none is missed
             self._older = set(_processes_with_sq_thread(host.procfs))
         seen = set()
-        for process, made in {**dict.fromkeys(self._older, 0), **self._made}.items():
-            fds = self._ring_fds(host.procfs, process, made)
+        for process, made in {**dict.fromkeys(self._older, _Made()), **self._made}.items():
+            fds = self._ring_fds(host.procfs, process, made.rings)
             if not fds:
-                self._disown(process, made)
-            seen |= {self._read_ring(host, f"{host.procfs}/{process}/fdinfo/{fd}") for fd in fds}
+                self._disown(process, made.rings)
+            fdinfo = f"{host.procfs}/{process}/fdinfo"
+            seen |= {self._read_ring(host, f"{fdinfo}/{fd}", made.cgroup) for fd in fds}
         for thread in self._threads.keys() - seen:
             if not os.path.exists(f"{host.procfs}/{thread}"):
                 del self._threads[thread]
@@ -114,7 +128,9 @@ class IoUring(Probe):
         owner = self._owners.get(process)
         if not owner or owner.made != made or not all(_is_ring(directory, fd) for fd in owner.fds):
             try:
-                fds = [fd for fd in os.listdir(directory) if _is_ring(directory, fd)]
+                with os.scandir(directory) as entries:
+                    first = islice(entries, _DESCRIPTORS)
+                    fds = [entry.name for entry in first if _is_ring(directory, entry.name)]
             except OSError:  # it has ended
                 fds = []
             owner = self._owners[process] = _Owner(made, fds)
@@ -127,10 +143,10 @@ class IoUring(Probe):
             self._older.discard(process)
         key = process.to_bytes(4, sys.byteorder)
         value = self.map("ring_owners").lookup_and_delete(key)
-        if value is not None and int.from_bytes(value, sys.byteorder) != made:
+        if value is not None and self._fields.unpack(value)[0] != made:
             self.map("ring_owners").update(key, value)
 
-    def _read_ring(self, host: Host, fdinfo: str) -> int | None:
+    def _read_ring(self, host: Host, fdinfo: str, made_in: int) -> int | None:
         """Counts what the ring's thread did since the last time; its id, None where the kernel does
         not tell. Rings that share a thread tell the same of it."""
         for _ in range(_ATTEMPTS):
@@ -139,7 +155,7 @@ class IoUring(Probe):
             fields = {key: int(value) for key, value in _FIELD.findall(head)}
             if len(fields) == _FIELDS:
                 thread = fields[b"SqThread"]
-                cgroup = self._cgroup_of(host, thread)
+                cgroup = self._cgroup_of(host, thread, made_in)
                 if cgroup is not None:  # else all is counted the next time
                     times = _Times(fields[b"SqTotalTime"], fields[b"SqWorkTime"])
                     self._count(thread, cgroup, times)
@@ -155,16 +171,23 @@ class IoUring(Probe):
         counted.busy += max(0, times.busy - last.busy)
         self._threads[thread] = times
 
-    def _cgroup_of(self, host: Host, thread: int) -> str | None:
+    def _cgroup_of(self, host: Host, thread: int, made_in: int) -> str | None:
         """The label of a thread's cgroup; None where the thread has ended, or the cgroup was made
-        since this scrape began and has no name yet."""
-        for line in (content(f"{host.procfs}/{thread}/cgroup") or b"").splitlines():
-            number, _, path = line.split(b":", 2)
-            if int(number) == self._hierarchy.id:
-                try:
-                    cgroup = os.stat(os.fsencode(self._hierarchy.mount) + path).st_ino
-                except OSError:
-                    return OTHER  # outside of what is mounted here
+        since this scrape began and has no name yet. `made_in` is where its process was before."""
+        # Not splitlines(): a carriage return may be in a name.
+        for line in (content(f"{host.procfs}/{thread}/cgroup") or b"").split(b"\n"):
+            number, _, path = line.partition(b":")
+            path = path.partition(b":")[2]
+            if number == str(self._hierarchy.id).encode():
+                if path.startswith(b"/.."):  # as seen from our own cgroup namespace
+                    cgroup = made_in
+                else:
+                    try:
+                        cgroup = os.stat(os.fsencode(self._hierarchy.mount) + path).st_ino
+                    except OSError:
+                        cgroup = made_in  # outside of what is mounted here
+                if not cgroup:
+                    return OTHER
                 if host.cgroups.knows(self._hierarchy, cgroup):
                     return host.cgroups.name(self._hierarchy, cgroup)
         return None
@@ -189,11 +212,19 @@ def _check(kernel: Kernel) -> None:
             "the kernel does not tell what SQPOLL threads do (before 6.9)",
             "use a kernel from 6.9 on, or do without",
         )
-    if (content(DISABLED) or b"").strip() == _FORBIDDEN:
+    disabled = content(f"{kernel.procfs}/sys/kernel/io_uring_disabled") or b""
+    if disabled.strip() == _FORBIDDEN:
         raise Refused(
             "switched off",
             "no process may use io_uring (kernel.io_uring_disabled is 2)",
             "nothing is missing; if you set it to 0 or 1, start the exporter again",
+        )
+    if not _is_of_the_host(kernel.procfs):
+        raise Refused(
+            "pid namespace",
+            f"{kernel.procfs} does not have the host's processes",
+            "share the host's (hostPID: true, docker --pid=host), or mount its procfs and say "
+            "where it is with --path.procfs",
         )
     may_list = has_capability(_CAP_DAC_READ_SEARCH) or has_capability(_CAP_DAC_OVERRIDE)
     if not (may_list and has_capability(_CAP_SYS_PTRACE)):
@@ -202,6 +233,13 @@ def _check(kernel: Kernel) -> None:
             "the exporter may not read /proc/PID/fdinfo of other users' processes",
             "grant CAP_SYS_PTRACE and CAP_DAC_READ_SEARCH, or do without",
         )
+
+
+def _is_of_the_host(procfs: str) -> bool:
+    try:
+        return os.stat(f"{procfs}/1/ns/pid").st_ino == _FIRST_PID_NAMESPACE
+    except OSError:
+        return True  # not known; a right that is missing is told of
 
 
 def _is_ring(directory: str, fd: str) -> bool:

@@ -51,7 +51,6 @@ class PageFlow(Probe):
         return [feature]
 
     def read(self) -> None:
-        # What is written was dirty before: never more written than dirtied.
         self._written.read()
         self._dirtied.read()
 

@@ -116,6 +116,12 @@ class Work(Probe):
                 if any(row):
                     yield (bdi.name, self._reason(number)), row
 
+    def _give_up(self, work: _Open) -> None:
+        value = self.map(work.map).lookup(work.key)
+        # Else the flusher has turned to other work since.
+        if value is not None and self._open_work.unpack(value)[1] == work.begin_ns:
+            self.map(work.map).delete(work.key)
+
     def forget(self, gone: set[tuple[int, int]], host: Host, now: float) -> None:
         dead = self._bdis.dead(host.devices, now)
         # The kernel waits for all work of a BDI before it takes its name out of sysfs: what is
@@ -123,7 +129,7 @@ class Work(Probe):
         for work in self._open:
             bdi = self._bdis.known.get(work.bdi)
             if bdi is None or bdi.gone_since is not None:
-                self.map(work.map).delete(work.key)
+                self._give_up(work)
         if not dead:
             return
         names = self._bdis.names_without(dead)

@@ -41,7 +41,7 @@ def test_rings() -> None:
     assert reasons(scrape, "io_uring") == {""}
     # Fixed in each of these kernels: the times are the thread's, not its process'.
     assert reasons(scrape, "io_uring_thread_time") == {""}
-    assert not any(scrape.select("exporter_map_dropped_total", map="ring_owners").values())
+    assert not any(scrape.select("exporter_map_dropped_total", map="io_uring/ring_owners").values())
 
 
 @pytest.mark.skipif(not HAS_TIMES, reason="this kernel has no kernel.io_uring_disabled (6.6)")
