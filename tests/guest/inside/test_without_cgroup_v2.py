@@ -2,7 +2,7 @@
 """A host with cgroup v1 alone: block IO and throttling are named by two hierarchies, whose ids are
 two spaces.
 
-The last file by its name: the kernel gives the memory controller back to v2 only when the last page
+Runs last (conftest.py): the kernel gives the memory controller back to v2 only when the last page
 of the last v1 cgroup has gone, so what this mounts stays.
 """
 
