@@ -757,3 +757,41 @@ def no_early_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 TestHost = pytest.mark.usefixtures("no_early_end")(Host.TestCase)
 TestHost.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+
+
+# Paths that are too long -------------------------------------------------------------------------
+
+
+def test_a_tree_that_is_deeper_than_a_path_can_be(tmp_path: Path) -> None:
+    """Whoever has a cgroup delegated to him can make one; it has nobody's walk fail."""
+    top = tree(tmp_path / "cgroup", v2=True)
+    here = os.getcwd()
+    try:
+        os.chdir(top)
+        for _ in range(20):
+            os.mkdir("d" * 250)
+            os.chdir("d" * 250)
+    finally:
+        os.chdir(here)
+    cgroups = walked(only(Hierarchy(0, str(top))))
+    live, _ = cgroups.counts
+    assert 15 < live < 21
+
+
+def test_a_path_that_an_event_had_to_cut(cgroups: Cgroups) -> None:
+    """It would be the name of all below it."""
+    whole, cut = b"/" + b"p" * 1021, b"/" + b"p" * 1022
+    cgroups.apply(MKDIR, 0, 5, whole, 0.0)
+    for cgroup in (6, 7):
+        cgroups.apply(MKDIR, 0, cgroup, cut, 0.0)
+    hierarchy = cgroups.hierarchies.io
+    assert [cgroups.name(hierarchy, c) for c in (5, 6, 7)] == [whole.decode(), OTHER, OTHER]
+    assert [cgroup for cgroup, _, _ in cgroups.listed(hierarchy) if cgroup > 1] == [5]
+    for kind in (RMDIR, RELEASE):
+        cgroups.apply(kind, 0, 6, cut, 0.0)
+    assert cgroups.name(hierarchy, 6) == OTHER
+    cgroups.expired(1.0)
+    gone = cgroups.expired(1.0 + RETENTION_SECONDS)
+    assert (0, 6) in gone
+    cgroups.forget(gone, 200.0)
+    assert cgroups.collapsed["no name"] == 1

@@ -68,7 +68,10 @@ def parse(mountinfo: bytes) -> dict[str, Mount]:
         mount, separator, system = line.partition(b" - ")
         if not separator or system.startswith(_LEFT_OUT):
             continue
-        _, _, number, root, point, _ = mount.split(b" ", 5)
+        fields = mount.split(b" ")
+        if len(fields) < 6 or system.count(b" ") < 1:
+            continue
+        _, _, number, root, point, *_ = fields
         rank = root != b"/", len(point)
         known = best.get(number)
         if known is None or rank < known[0]:

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collectors that fail, and what the others do meanwhile."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests import lab
+from writeback_exporter import exporter as module
+from writeback_exporter.exporter import Exporter
+from writeback_exporter.files.bdi import Bdi
+from writeback_exporter.files.host_memory import HostMemory
+from writeback_exporter.names import cgroups
+
+
+def gone_cgroup(exporter: Exporter) -> tuple[int, int]:
+    """(hierarchy, id) of a cgroup that was made and removed."""
+    hierarchy = exporter.hierarchies.task
+    with lab.cgroup(hierarchy, f"wbx-gone-{os.getpid()}") as group:
+        return hierarchy.id, group.id
+
+
+def is_known(exporter: Exporter, cgroup: tuple[int, int]) -> bool:
+    return exporter.host.cgroups.name(exporter.hierarchies.task, cgroup[1]) != cgroups.OTHER
+
+
+@pytest.fixture
+def short_retention(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cgroups, "RETENTION_SECONDS", 0.0)
+
+
+@pytest.mark.usefixtures("short_retention")
+def test_one_that_keeps_nothing_holds_up_no_forgetting(monkeypatch: pytest.MonkeyPatch) -> None:
+    with lab.exporter_in_process("block_io", "host_memory") as exporter:
+        (reader,) = (c for c in exporter.running if isinstance(c, HostMemory))
+        monkeypatch.setattr(reader, "_procfs", "/nowhere")
+        monkeypatch.setattr(reader, "_vmstat", None)  # as after a bug of ours
+        gone = gone_cgroup(exporter)
+        scrapes = [lab.scrape(exporter) for _ in range(4)]
+        assert not is_known(exporter, gone)
+    for scrape in scrapes:
+        assert scrape.sum("exporter_collector_success", collector="host_memory") == 0
+        assert scrape.sum("exporter_collector_success", collector="block_io") == 1
+
+
+@pytest.mark.usefixtures("short_retention")
+def test_one_that_fails_for_good_is_waited_for_but_not_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the others forget meanwhile it is told when it works again."""
+    monkeypatch.setattr(module, "_PATIENCE", 5)
+    told: list[set[tuple[int, int]]] = []
+    with lab.exporter_in_process("block_io", "bdi") as exporter:
+        (reader,) = (c for c in exporter.running if isinstance(c, Bdi))
+        works, forget = reader.read, reader.forget
+
+        def note(gone: set[tuple[int, int]], *rest: object) -> None:
+            told.append(set(gone))
+            forget(gone, *rest)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(reader, "forget", note)
+        monkeypatch.setattr(reader, "read", None)
+        cgroup = gone_cgroup(exporter)
+        for _ in range(5):
+            lab.scrape(exporter)
+        assert is_known(exporter, cgroup)
+        for _ in range(3):
+            lab.scrape(exporter)
+        assert not is_known(exporter, cgroup)
+        monkeypatch.setattr(reader, "read", works)
+        scrape = lab.scrape(exporter)
+        assert scrape.sum("exporter_collector_success", collector="bdi") == 1
+    assert [cgroup in gone for gone in told] == [True]
