@@ -20,7 +20,7 @@ from writeback_exporter import __version__
 from writeback_exporter.collector import Collector, Host
 from writeback_exporter.features import Feature, Refused
 from writeback_exporter.files.base import Reader
-from writeback_exporter.files.bdi import Bdi
+from writeback_exporter.files.bdi import Bdis
 from writeback_exporter.files.cgroup_io import CgroupIo
 from writeback_exporter.files.cgroup_memory import CgroupMemory
 from writeback_exporter.files.devices import DeviceInfo
@@ -63,7 +63,7 @@ _COLLECTORS: tuple[type[Collector], ...] = (
     PressureTriggers,
     MemoryStall,
     HostMemory,
-    Bdi,
+    Bdis,
     CgroupMemory,
     CgroupIo,
     IoUring,

@@ -11,7 +11,7 @@ import pytest
 from tests import lab
 from writeback_exporter import exporter as module
 from writeback_exporter.exporter import Exporter
-from writeback_exporter.files.bdi import Bdi
+from writeback_exporter.files.bdi import Bdis
 from writeback_exporter.files.host_memory import HostMemory
 from writeback_exporter.names import cgroups
 
@@ -39,7 +39,7 @@ def test_one_that_keeps_nothing_holds_up_no_forgetting(monkeypatch: pytest.Monke
         monkeypatch.setattr(reader, "_procfs", "/nowhere")
         monkeypatch.setattr(reader, "_vmstat", None)  # as after a bug of ours
         gone = gone_cgroup(exporter)
-        scrapes = []
+        scrapes: list[lab.Scrape] = []
         while is_known(exporter, gone):  # its release may take a moment
             assert len(scrapes) < 500
             scrapes.append(lab.scrape(exporter))
@@ -57,7 +57,7 @@ def test_one_that_fails_for_good_is_waited_for_but_not_for_ever(
     monkeypatch.setattr(module, "_PATIENCE", 5)
     told: list[set[tuple[int, int]]] = []
     with lab.exporter_in_process("block_io", "bdi") as exporter:
-        (reader,) = (c for c in exporter.running if isinstance(c, Bdi))
+        (reader,) = (c for c in exporter.running if isinstance(c, Bdis))
         works, forget = reader.read, reader.forget
 
         def note(gone: set[tuple[int, int]], *rest: object) -> None:

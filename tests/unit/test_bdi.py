@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit.files import Machine
 from writeback_exporter.features import Refused
-from writeback_exporter.files.bdi import BDIS_LIMIT, Bdi
+from writeback_exporter.files.bdi import BDIS_LIMIT, Bdis
 from writeback_exporter.names.cgroups import DYING_SECONDS
 
 OLD = {"min_ratio": 0, "max_ratio": 100, "read_ahead_kb": 128, "stable_pages_required": 0}
@@ -62,7 +62,7 @@ state:                      1
 """
 
 
-class Bdis(Machine):
+class MachineOfBdis(Machine):
     def add(self, bdi: str, settings: dict[str, int], size: int | None = None) -> None:
         self.write(self.sysfs / "class/bdi" / bdi, settings)
         if size is not None:
@@ -73,17 +73,17 @@ class Bdis(Machine):
 
 
 @pytest.fixture
-def machine(tmp_path: Path) -> Bdis:
-    return Bdis(tmp_path)
+def machine(tmp_path: Path) -> MachineOfBdis:
+    return MachineOfBdis(tmp_path)
 
 
 # Settings ----------------------------------------------------------------------------------------
 
 
-def test_settings(machine: Bdis) -> None:
+def test_settings(machine: MachineOfBdis) -> None:
     machine.add("8:0", NEW)
     machine.add("0:47", OLD)
-    collector = Bdi()
+    collector = Bdis()
     features = machine.open(collector)
     assert features.keys() == {"bdi_debugfs"}
     assert features["bdi_debugfs"].reason == "not mounted"
@@ -97,21 +97,21 @@ def test_settings(machine: Bdis) -> None:
     }
 
 
-def test_disks_without_anything_in_them(machine: Bdis) -> None:
+def test_disks_without_anything_in_them(machine: MachineOfBdis) -> None:
     machine.add("7:0", OLD, size=0)
     machine.add("7:1", OLD, size=2048)
-    collector = Bdi()
+    collector = Bdis()
     machine.open(collector)
     assert machine.scrape(collector)["bdi_max_ratio"].keys() == {("7:1",)}
     machine.write(machine.sysfs / "dev/block/7:0", {"size": 2048})
     assert machine.scrape(collector)["bdi_max_ratio"].keys() == {("7:0",), ("7:1",)}
 
 
-def test_thousands_of_mounts(machine: Bdis, caplog: pytest.LogCaptureFixture) -> None:
+def test_thousands_of_mounts(machine: MachineOfBdis, caplog: pytest.LogCaptureFixture) -> None:
     for i in range(BDIS_LIMIT + 5):
         machine.add(f"0:{i}", {"max_ratio": 100})
     machine.add("8:0", OLD, size=2048)
-    collector = Bdi()
+    collector = Bdis()
     machine.open(collector)
     with caplog.at_level(logging.WARNING):
         ratios = machine.scrape(collector)["bdi_max_ratio"]
@@ -123,20 +123,20 @@ def test_thousands_of_mounts(machine: Bdis, caplog: pytest.LogCaptureFixture) ->
     ]
 
 
-def test_without_sysfs(machine: Bdis) -> None:
+def test_without_sysfs(machine: MachineOfBdis) -> None:
     (machine.sysfs / "class/bdi").rmdir()
     with pytest.raises(Refused, match=r"--path\.sysfs"):
-        machine.open(Bdi())
+        machine.open(Bdis())
 
 
 # By cgroup ---------------------------------------------------------------------------------------
 
 
-def test_stats_of_6_1(machine: Bdis) -> None:
+def test_stats_of_6_1(machine: MachineOfBdis) -> None:
     """Only the root's part, and under its name."""
     machine.add("8:0", OLD)
     machine.debugfs("8:0", stats=STATS_6_1)
-    collector = Bdi()
+    collector = Bdis()
     features = machine.open(collector)
     assert features["bdi_debugfs"].available
     assert not features["bdi_debugfs_cgroups"].available
@@ -152,7 +152,9 @@ def test_stats_of_6_1(machine: Bdis) -> None:
     }
 
 
-def dirtied(machine: Bdis, collector: Bdi, *blocks: str, bdi: str = "8:0") -> dict[str, float]:
+def dirtied(
+    machine: MachineOfBdis, collector: Bdis, *blocks: str, bdi: str = "8:0"
+) -> dict[str, float]:
     """KiB dirtied by cgroup, when debugfs has these blocks."""
     machine.debugfs(bdi, wb_stats="".join(blocks))
     series = machine.scrape(collector).get("wb_dirtied_bytes_total", {})
@@ -160,17 +162,17 @@ def dirtied(machine: Bdis, collector: Bdi, *blocks: str, bdi: str = "8:0") -> di
 
 
 @pytest.fixture
-def collector(machine: Bdis) -> Bdi:
+def collector(machine: MachineOfBdis) -> Bdis:
     machine.add("8:0", NEW)
     machine.debugfs("8:0", wb_stats=wb(1))
-    made = Bdi()
+    made = Bdis()
     features = machine.open(made)
     assert features.keys() == {"bdi_debugfs", "bdi_debugfs_cgroups"}
     assert all(feature.available for feature in features.values())
     return made
 
 
-def test_wb_stats_of_6_12(machine: Bdis, collector: Bdi) -> None:
+def test_wb_stats_of_6_12(machine: MachineOfBdis, collector: Bdis) -> None:
     a, b = machine.cgroup("/a"), machine.cgroup("/b")
     machine.debugfs("8:0", wb_stats=wb(1, 10, 9, 1) + wb(a, 300, 100, 200) + wb(b))
     samples = machine.scrape(collector)
@@ -185,15 +187,15 @@ def test_wb_stats_of_6_12(machine: Bdis, collector: Bdi) -> None:
     }
 
 
-def test_an_unused_bdi_has_no_series(machine: Bdis, collector: Bdi) -> None:
+def test_an_unused_bdi_has_no_series(machine: MachineOfBdis, collector: Bdis) -> None:
     assert dirtied(machine, collector, wb(1)) == {}
 
 
-def test_an_unknown_cgroup_is_other(machine: Bdis, collector: Bdi) -> None:
+def test_an_unknown_cgroup_is_other(machine: MachineOfBdis, collector: Bdis) -> None:
     assert dirtied(machine, collector, wb(987, 5), wb(654, 6)) == {"other": 11}
 
 
-def test_inodes_that_came_from_another_cgroup(machine: Bdis, collector: Bdi) -> None:
+def test_inodes_that_came_from_another_cgroup(machine: MachineOfBdis, collector: Bdis) -> None:
     """Their dirty pages come along, and were not dirtied here."""
     a = machine.cgroup("/a")
     machine.debugfs("8:0", wb_stats=wb(a, reclaimable=8))
@@ -202,7 +204,7 @@ def test_inodes_that_came_from_another_cgroup(machine: Bdis, collector: Bdi) -> 
     assert samples["wb_dirtied_bytes_total"] == {("8:0", "/a"): 0}
 
 
-def test_a_wb_that_begins_anew(machine: Bdis, collector: Bdi) -> None:
+def test_a_wb_that_begins_anew(machine: MachineOfBdis, collector: Bdis) -> None:
     """As when the io controller is switched for the cgroup: both are there for a while."""
     a = machine.cgroup("/a")
     assert dirtied(machine, collector, wb(a, 100)) == {"/a": 100}
@@ -213,7 +215,7 @@ def test_a_wb_that_begins_anew(machine: Bdis, collector: Bdi) -> None:
     assert dirtied(machine, collector, wb(a, 20)) == {"/a": 137}
 
 
-def test_a_service_that_is_started_again(machine: Bdis, collector: Bdi) -> None:
+def test_a_service_that_is_started_again(machine: MachineOfBdis, collector: Bdis) -> None:
     first = machine.cgroup("/a")
     assert dirtied(machine, collector, wb(first, 100)) == {"/a": 100}
     machine.remove("/a")
@@ -224,7 +226,7 @@ def test_a_service_that_is_started_again(machine: Bdis, collector: Bdi) -> None:
     assert dirtied(machine, collector, wb(second, 4)) == {"/a": 104}
 
 
-def test_a_removed_cgroup(machine: Bdis, collector: Bdi) -> None:
+def test_a_removed_cgroup(machine: MachineOfBdis, collector: Bdis) -> None:
     a = machine.cgroup("/a")
     assert dirtied(machine, collector, wb(a, 100)) == {"/a": 100}
     machine.remove("/a")
@@ -232,7 +234,7 @@ def test_a_removed_cgroup(machine: Bdis, collector: Bdi) -> None:
     assert "wb_dirtied_bytes_total" not in machine.scrape_until_over(collector)
 
 
-def test_a_removed_cgroup_that_the_kernel_keeps(machine: Bdis, collector: Bdi) -> None:
+def test_a_removed_cgroup_that_the_kernel_keeps(machine: MachineOfBdis, collector: Bdis) -> None:
     a = machine.cgroup("/a")
     machine.remove("/a", release=False)
     assert dirtied(machine, collector, wb(a, 100)) == {"/a": 100}
@@ -242,7 +244,7 @@ def test_a_removed_cgroup_that_the_kernel_keeps(machine: Bdis, collector: Bdi) -
     assert dirtied(machine, collector, wb(a, 101)) == {"/a": 1}
 
 
-def test_debugfs_that_fails_for_a_moment(machine: Bdis, collector: Bdi) -> None:
+def test_debugfs_that_fails_for_a_moment(machine: MachineOfBdis, collector: Bdis) -> None:
     assert dirtied(machine, collector, wb(1, 100)) == {"/": 100}
     (machine.sysfs / "kernel/debug/bdi/8:0/wb_stats").unlink()
     samples = machine.scrape(collector)
@@ -251,7 +253,7 @@ def test_debugfs_that_fails_for_a_moment(machine: Bdis, collector: Bdi) -> None:
     assert dirtied(machine, collector, wb(1, 101)) == {"/": 101}
 
 
-def test_a_bdi_that_is_unplugged(machine: Bdis, collector: Bdi) -> None:
+def test_a_bdi_that_is_unplugged(machine: MachineOfBdis, collector: Bdis) -> None:
     assert dirtied(machine, collector, wb(1, 100)) == {"/": 100}
     for place in ("class/bdi/8:0", "kernel/debug/bdi/8:0"):
         for file in (machine.sysfs / place).iterdir():
@@ -262,7 +264,7 @@ def test_a_bdi_that_is_unplugged(machine: Bdis, collector: Bdi) -> None:
     assert dirtied(machine, collector, wb(1, 2)) == {"/": 2}
 
 
-def test_nonsense_is_left_out(machine: Bdis, collector: Bdi) -> None:
+def test_nonsense_is_left_out(machine: MachineOfBdis, collector: Bdis) -> None:
     block = wb(1, 5).replace("WbReclaimable:              0", f"WbReclaimable: {2**64 - 8}")
     machine.debugfs("8:0", wb_stats=block + "WbCgIno: what?\n\n")
     samples = machine.scrape(collector)
@@ -270,7 +272,7 @@ def test_nonsense_is_left_out(machine: Bdis, collector: Bdi) -> None:
     assert samples["wb_dirtied_bytes_total"] == {("8:0", "/"): 5 * 1024}
 
 
-def test_debugfs_that_nobody_may_read(machine: Bdis) -> None:
+def test_debugfs_that_nobody_may_read(machine: MachineOfBdis) -> None:
     machine.add("8:0", NEW)
     machine.write(machine.sysfs / "kernel/debug/bdi/8:0", {})
-    assert machine.open(Bdi())["bdi_debugfs"].reason == "unreadable"
+    assert machine.open(Bdis())["bdi_debugfs"].reason == "unreadable"

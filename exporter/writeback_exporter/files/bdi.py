@@ -64,7 +64,7 @@ class _Wb:
     """Its cgroup is removed and was exported for the last time, though the kernel keeps it."""
 
 
-class Bdi(Reader):
+class Bdis(Reader):
     """Dirty limits and read-ahead of BDIs, and dirty memory by BDI and cgroup."""
 
     name = "bdi"
