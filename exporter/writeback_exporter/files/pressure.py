@@ -55,9 +55,8 @@ class Pressure(Reader):
         stalled: dict[Labels, int] = {}
         for labels, path in self._paths(host):
             for kind, microseconds in totals(path).items():
-                # Two names that are not UTF-8 may be one label.
                 series = waiting if kind == "some" else stalled
-                series[labels] = series.get(labels, 0) + microseconds
+                series[labels] = microseconds
         for metric, series in (
             (catalogue.PRESSURE_WAITING_SECONDS, waiting),
             (catalogue.PRESSURE_STALLED_SECONDS, stalled),
