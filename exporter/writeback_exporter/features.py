@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from dataclasses import dataclass
 
 
@@ -15,6 +17,20 @@ class Refused(Exception):
         self.reason = reason
         self.detail = detail
         self.remedy = remedy
+
+
+NO_DESCRIPTOR = "no descriptor"
+RAISE_DESCRIPTORS = "raise the limit of open files (systemd: LimitNOFILE=)"
+
+
+def raise_if_exhausted(error: OSError) -> None:
+    """Raises Refused where no file can be opened at all: of this one the error tells nothing, and
+    to take it for absent would be an empty scrape that looks like a good one."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        path = os.fsdecode(error.filename)
+        raise Refused(
+            NO_DESCRIPTOR, f"cannot open {path}: {error.strerror}", RAISE_DESCRIPTORS
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from abc import abstractmethod
 from collections.abc import Iterator
 
 from writeback_exporter.collector import Collector, Host
-from writeback_exporter.features import Feature
+from writeback_exporter.features import Feature, raise_if_exhausted
 from writeback_exporter.settings import Settings
 
 _CHUNK = 1 << 16
@@ -45,10 +45,14 @@ class Reader(Collector):
 
 def content(path: str | bytes) -> bytes | None:
     """A small file's content; None where there is none, or none that can be read, such as that of
-    a cgroup that has just gone. Read to its end, as procfs may give less than a page at a time."""
+    a cgroup that has just gone. Read to its end, as procfs may give less than a page at a time.
+
+    Raises Refused where no file can be opened at all.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
+    except OSError as error:
+        raise_if_exhausted(error)
         return None
     try:
         text = os.read(descriptor, _CHUNK)

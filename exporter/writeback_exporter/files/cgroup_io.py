@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from writeback_exporter.collector import Host
-from writeback_exporter.features import Feature, Refused
+from writeback_exporter.features import Feature, Refused, raise_if_exhausted
 from writeback_exporter.files.base import Reader, content, nested
 from writeback_exporter.metrics import catalogue
 from writeback_exporter.metrics.catalogue import Metric
@@ -174,7 +174,8 @@ class CgroupIo(Reader):
             raise Refused(
                 "no io controller",
                 f"cannot read {os.fsdecode(sign)}",
-                "run a kernel with CONFIG_BLK_CGROUP and CONFIG_BLK_DEV_THROTTLING",
+                "run a kernel with CONFIG_BLK_CGROUP and CONFIG_BLK_DEV_THROTTLING; in a cgroup "
+                "namespace, mount the host's cgroup file system",
             )
         return []
 
@@ -202,7 +203,8 @@ def _there(directory: bytes, files: Iterable[_File]) -> list[_File] | None:
     cgroup has just gone. To try one in vain takes 2 us a cgroup."""
     try:
         names = set(os.listdir(directory))
-    except OSError:
+    except OSError as error:
+        raise_if_exhausted(error)
         return None
     return [file for file in files if file.name[1:] in names]
 

@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from writeback_exporter.collector import Host
-from writeback_exporter.features import Feature, Refused
+from writeback_exporter.features import NO_DESCRIPTOR, RAISE_DESCRIPTORS, Feature, Refused
 from writeback_exporter.files.base import Reader, content
 from writeback_exporter.files.pressure import hierarchy_with_pressure, supported, totals
 from writeback_exporter.metrics import catalogue
@@ -150,7 +150,10 @@ class PressureTriggers(Reader):
         """
         if self._averaged and armed.total is not None:
             _, trigger = armed.key
-            total = totals(armed.path).get(trigger.kind, 0)
+            try:
+                total = totals(armed.path).get(trigger.kind, 0)
+            except Refused:  # out of descriptors: not known to be true
+                return False
             if total - armed.total < trigger.threshold:
                 return False
         armed.total = None
@@ -317,8 +320,7 @@ def _refusal(
                 "systemd with ProtectControlGroups=no"
             )
         case errno.EMFILE | errno.ENFILE:
-            reason = "no descriptor"
-            remedy = "raise the limit of open files"
+            reason, remedy = NO_DESCRIPTOR, RAISE_DESCRIPTORS
         case _:
             reason = "refused by the kernel"
             remedy = "take other limits, or do without"

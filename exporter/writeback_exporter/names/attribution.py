@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from writeback_exporter.features import Feature, Refused
+from writeback_exporter.features import Feature, Refused, raise_if_exhausted
 from writeback_exporter.names.cgroups import Hierarchies, Hierarchy
 
 _ROOT_INODE = 1  # of every kernfs, cgroup v1 and v2
@@ -21,7 +21,10 @@ def attribution(hierarchies: Hierarchies) -> list[Feature]:
         ("block_io_attribution", _block_io),
         ("writeback_attribution", _writeback),
     ):
-        refusals = list(check(hierarchies))
+        try:
+            refusals = list(check(hierarchies))
+        except Refused as no_answer:
+            refusals = [no_answer]
         features.append(Feature.refused(name, refusals[0]) if refusals else Feature(name, True))
     return features
 
@@ -75,5 +78,6 @@ def _writeback(hierarchies: Hierarchies) -> Iterator[Refused]:
 def _enabled(hierarchy: Hierarchy) -> set[str]:
     try:
         return set(Path(hierarchy.mount, "cgroup.subtree_control").read_text().split())
-    except OSError:
+    except OSError as error:
+        raise_if_exhausted(error)
         return set()

@@ -13,10 +13,10 @@ import re
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from writeback_exporter.features import raise_if_exhausted
 from writeback_exporter.names.cgroups import printable
 
 _PAGE = 1 << 16  # what an attribute of sysfs has at most
@@ -107,7 +107,8 @@ class Devices:
         return _name(os.path.basename(_link(f"{self._sysfs}/dev/block/{dev}"))) or None
 
     def block_devices(self) -> Mapping[str, BlockDevice]:
-        """All disks and partitions by name: who is there now, described as of 30 s ago or later."""
+        """All disks and partitions by name: who is there now, described as of 30 s ago or later.
+        Raises Refused."""
         now = time.monotonic()
         if self._list_numbers() or now - self._read_at >= _REFRESH_SECONDS:
             self._block_devices = {device.name: device for device in self._read_devices()}
@@ -123,15 +124,19 @@ class Devices:
                 yield os.path.basename(_link(f"{directory}/bdi")), devices
 
     def _list_numbers(self) -> bool:
-        """Looks which numbers there are; whether that changed."""
+        """Looks which numbers there are; whether that changed. Raises Refused where no file can
+        be opened at all: without numbers all disks would seem to have gone."""
         links: dict[str, tuple[int, str]] = {}
-        with suppress(OSError), os.scandir(f"{self._sysfs}/dev/block") as entries:
-            for entry in entries:
-                known = self._links.get(entry.name)
-                if known is None or known[0] != entry.inode():
-                    known = (entry.inode(), _link(entry.path))
-                if known[1]:
-                    links[entry.name] = known
+        try:
+            with os.scandir(f"{self._sysfs}/dev/block") as entries:
+                for entry in entries:
+                    known = self._links.get(entry.name)
+                    if known is None or known[0] != entry.inode():
+                        known = (entry.inode(), _link(entry.path))
+                    if known[1]:
+                        links[entry.name] = known
+        except OSError as error:
+            raise_if_exhausted(error)
         changed = links != self._links
         self._links = links
         return changed

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from writeback_exporter.collector import Host
-from writeback_exporter.features import Feature, Refused
+from writeback_exporter.features import Feature, Refused, raise_if_exhausted
 from writeback_exporter.files.base import content
 from writeback_exporter.kernel.loader import Kernel, has_capability, load
 from writeback_exporter.metrics import catalogue
@@ -131,8 +131,9 @@ class IoUring(Probe):
                 with os.scandir(directory) as entries:
                     first = islice(entries, _DESCRIPTORS)
                     fds = [entry.name for entry in first if _is_ring(directory, entry.name)]
-            except OSError:  # it has ended
-                fds = []
+            except OSError as error:
+                raise_if_exhausted(error)
+                fds = []  # it has ended
             owner = self._owners[process] = _Owner(made, fds)
         return owner.fds
 
@@ -254,7 +255,8 @@ def _processes_with_sq_thread(procfs: str) -> Iterator[int]:
         tasks = f"{procfs}/{process}/task"
         try:
             threads = os.listdir(tasks)
-        except OSError:
+        except OSError as error:
+            raise_if_exhausted(error)
             continue  # it has ended
         if len(threads) > 1 and any(
             (content(f"{tasks}/{thread}/comm") or b"").startswith(_THREAD) for thread in threads
