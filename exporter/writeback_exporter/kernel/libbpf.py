@@ -147,7 +147,9 @@ class BpfError(OSError):
         lines = [line for message in self.log for line in message.splitlines()]
         for position, line in enumerate(lines):
             if line.startswith("processed ") and "insns" in line and position:
-                return f"{lines[position - 1]} ({self.strerror})"
+                verdict = lines[position - 1]
+                if "BEGIN PROG LOAD LOG" not in verdict:  # else it accepted the program
+                    return f"{verdict} ({self.strerror})"
         return str(self.strerror)
 
 

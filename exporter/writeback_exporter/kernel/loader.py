@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from writeback_exporter import __version__
-from writeback_exporter.features import Refused
+from writeback_exporter.features import NO_DESCRIPTOR, RAISE_DESCRIPTORS, Refused
 from writeback_exporter.kernel import libbpf
 from writeback_exporter.kernel.layout import BadObject, ObjectFile
 from writeback_exporter.kernel.libbpf import BpfError, KernelBtf, LibbpfMissing, Object
@@ -53,11 +54,7 @@ class Kernel:
                 "boot a kernel built with CONFIG_DEBUG_INFO_BTF=y, as all distributions' are",
             )
         if _lockdown() == "confidentiality":
-            raise Refused(
-                "lockdown",
-                "the kernel is locked down for confidentiality, BPF may not read its memory",
-                "boot with lockdown=integrity, or without",
-            )
+            raise _locked_down()
         try:
             self.btf = KernelBtf()
         except BpfError as error:
@@ -171,6 +168,12 @@ def load(
 
 def refusal(error: BpfError) -> Refused:
     """Why the kernel refused, and what to do."""
+    # First: a program that the verifier has accepted, and said so, needs a descriptor still.
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return Refused(NO_DESCRIPTOR, str(error), RAISE_DESCRIPTORS)
+    # Where securityfs is not mounted, as in most containers, only the verifier's words tell.
+    if re.search(r"(unknown func|cannot use helper) bpf_probe_read", error.reason):
+        return _locked_down()
     if "processed" in "".join(error.log):
         return Refused(
             "refused by the verifier",
@@ -197,6 +200,14 @@ def refusal(error: BpfError) -> Refused:
         "refused by the kernel",
         str(error),
         "report this, with the output of `writeback-exporter doctor`, as a bug",
+    )
+
+
+def _locked_down() -> Refused:
+    return Refused(
+        "lockdown",
+        "the kernel is locked down for confidentiality, BPF may not read its memory",
+        "boot with lockdown=integrity, or without",
     )
 
 
