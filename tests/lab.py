@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import gzip
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -388,3 +389,35 @@ def exporter_in_process(*collectors: str) -> Iterator[exporter.Exporter]:
 def scrape(running: exporter.Exporter) -> Scrape:
     """What an exporter in this process would answer."""
     return Scrape(b"".join(render(running.collect(), negotiate(""))).decode())
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What `doctor` said: its exit status, the reason of each feature (empty where it works)."""
+
+    status: int
+    reasons: dict[str, str]
+    text: str
+
+
+def doctor(*flags: str, prefix: Sequence[str | Path] = ()) -> Report:
+    """Runs it; `prefix` runs a command otherwise."""
+    command = [*prefix, PROGRAM, "doctor", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stderr == "", done.stderr
+    reasons = {}
+    for answer, name, why in re.findall(
+        r"^(ok |NO ) (.+)\n(?: +why: +.*\[(.+)\]$)?", done.stdout, re.MULTILINE
+    ):
+        assert (answer == "NO ") == bool(why), done.stdout
+        reasons[name] = why
+    return Report(done.returncode, reasons, done.stdout)
+
+
+TWO_CAPABILITIES = ("setpriv", "--bounding-set=-all,+bpf,+perfmon", "--inh-caps=-all")
+"""Runs a command with CAP_BPF and CAP_PERFMON and no other."""
+
+
+def with_mounts(*commands: str) -> tuple[str, ...]:
+    """Runs a command where these shell commands have changed the mounts, for it alone."""
+    return ("unshare", "--mount", "sh", "-c", " && ".join((*commands, 'exec "$@"')), "sh")

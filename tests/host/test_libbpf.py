@@ -183,22 +183,41 @@ def test_a_kernel_without_the_tracepoint(tmp_path: Path) -> None:
     kernel = Kernel()
     with pytest.raises(Refused, match="the kernel has no tracepoint no_such_thing; use a kernel"):
         kernel.arity("no_such_thing", known=(1,))
-    with pytest.raises(Refused, match="has 2 arguments on this kernel"):
+    kernel.close()
+    file = compiled(tmp_path, 'SEC("tp_btf/no_such_thing") int absent(void *ctx) { return 0; }')
+    with pytest.raises(Refused) as caught:
+        load(file, ["absent"], {})
+    assert caught.value.reason == "not in this kernel"
+
+
+def test_a_tracepoint_of_unknown_arguments() -> None:
+    kernel = Kernel()
+    with pytest.raises(Refused, match=r"has 2 arguments on this kernel.*; upgrade") as caught:
         kernel.arity("cgroup_mkdir", known=(7,))
+    assert caught.value.reason == "unknown tracepoint"
     kernel.close()
 
-    source, built = tmp_path / "absent.bpf.c", tmp_path / "absent.bpf.o"
+
+def test_a_program_that_the_verifier_refuses(tmp_path: Path) -> None:
+    """Its own words are in the message."""
+    bad = 'SEC("tp_btf/cgroup_mkdir") int bad(unsigned long long *ctx) { return ctx[11]; }'
+    with pytest.raises(Refused) as caught:
+        load(compiled(tmp_path, bad), ["bad"], {})
+    assert caught.value.reason == "refused by the verifier"
+    assert "invalid bpf_context access" in caught.value.detail
+    assert "report this" in caught.value.remedy
+
+
+def compiled(directory: Path, program: str) -> ObjectFile:
+    source, built = directory / "program.bpf.c", directory / "program.bpf.o"
     source.write_text(
         "#include <linux/bpf.h>\n#include <bpf/bpf_helpers.h>\n"
         'const char built_for[] SEC("exporter_version") = "x";\n'
-        'char LICENSE[] SEC("license") = "GPL";\n'
-        'SEC("tp_btf/no_such_thing") int absent(void *ctx) { return 0; }\n'
+        'char LICENSE[] SEC("license") = "GPL";\n' + program
     )
     include = f"/usr/include/{platform.machine()}-linux-gnu"
     lab.sh("clang", "-target", "bpf", "-O2", "-g", "-idirafter", include, "-c", source, "-o", built)
-    with pytest.raises(Refused) as caught:
-        load(ObjectFile(str(built)), ["absent"], {})
-    assert caught.value.reason == "not in this kernel"
+    return ObjectFile(str(built))
 
 
 def test_statistics(throttle: Object) -> None:
