@@ -10,6 +10,10 @@ from pathlib import Path
 from writeback_exporter.features import Feature, Refused, raise_if_exhausted
 from writeback_exporter.names.cgroups import Hierarchies, Hierarchy
 
+_SWITCH_IO_ON = (
+    "write +io to cgroup.subtree_control from the root down (systemd: DefaultIOAccounting=yes in "
+    "system.conf, then systemctl daemon-reexec)"
+)
 _ROOT_INODE = 1  # of every kernfs, cgroup v1 and v2
 
 
@@ -54,8 +58,7 @@ def _block_io(hierarchies: Hierarchies) -> Iterator[Refused]:
         yield Refused(
             "io controller off",
             "the io controller is off below the root: all block IO is charged to the root",
-            "write +io to cgroup.subtree_control from the root down (systemd: "
-            "DefaultIOAccounting=yes in system.conf, then systemctl daemon-reexec)",
+            _SWITCH_IO_ON,
         )
 
 
@@ -66,12 +69,19 @@ def _writeback(hierarchies: Hierarchies) -> Iterator[Refused]:
             "cgroup v1 charges buffered writeback to the root, whoever wrote",
             "boot with cgroup v2 alone (systemd.unified_cgroup_hierarchy=1)",
         )
-    elif not {"io", "memory"} <= _enabled(hierarchies.io):
+    elif hierarchies.memory != hierarchies.io:
         yield Refused(
-            "io or memory controller off",
-            "buffered writeback is charged to its owner only where io and memory are both on",
-            "write +io +memory to cgroup.subtree_control from the root down (systemd: "
-            "IOAccounting=yes and MemoryAccounting=yes)",
+            "no memory controller",
+            "cgroup v2 has no memory controller: buffered writeback is charged to the root",
+            "boot with cgroup_enable=memory, without any cgroup v1 mount of it",
+        )
+    # The memory controller may be off there: io brings it along unseen (depends_on of
+    # io_cgrp_subsys, block/blk-cgroup.c), for the owner of pages.
+    elif "io" not in _enabled(hierarchies.io):
+        yield Refused(
+            "io controller off",
+            "the io controller is off below the root: all buffered writeback is charged to it",
+            _SWITCH_IO_ON,
         )
 
 
