@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,7 @@ from writeback_exporter.metrics.catalogue import ALL, CGROUP_INFO
 from writeback_exporter.metrics.reference import reference
 
 ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "exporter/writeback_exporter"
 README = (ROOT / "README.md").read_text()
 
 
@@ -32,6 +36,10 @@ DOCUMENTS = (
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
+@pytest.mark.parametrize(
+    "name",
+    ["README.md", "bpf/README.md", "CHANGELOG.md", "docs/identity.md", "docs/troubleshooting.md"],
+)
 def test_documents_name_only_metrics_that_exist(name: str) -> None:
     known = {metric.name for metric in ALL}
     # Without the kernel's tracepoints, which begin as our metrics do.
@@ -77,3 +85,54 @@ def test_readme_names_targets_that_exist() -> None:
 def test_ci_runs_the_readme_test_command() -> None:
     assert "exec make test" in (ROOT / ".ci/run").read_text()
     assert "make test" in README
+
+
+def test_troubleshooting_has_every_reason_and_no_other() -> None:
+    """Each value of the label `reason` of writeback_exporter_feature_available."""
+    table = (ROOT / "docs/troubleshooting.md").read_text().partition("## Reasons\n")[2]
+    cells = re.findall(r"^\| (`.*?`) \|", table.partition("\n## ")[0], re.MULTILINE)
+    documented = [reason for cell in cells for reason in re.findall("`([^`]+)`", cell)]
+    assert len(documented) == len(set(documented))
+    assert set(documented) == set(_reasons())
+
+
+def _reasons() -> Iterator[str]:
+    """What the source calls Refused and Feature with."""
+    modules = {path: ast.parse(path.read_text()) for path in SOURCE.rglob("*.py")}
+    # A constant has its name once; what is not one is assigned in the module that uses it.
+    texts: dict[str, set[str]] = defaultdict(set)
+    for path, module in modules.items():
+        for name, value in _assignments(module):
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                texts[name if name.strip("_").isupper() else f"{path}:{name}"].add(value.value)
+            elif isinstance(value, ast.Name) and value.id.strip("_").isupper():
+                texts[f"{path}:{name}"].add(value.id)
+    for path, module in modules.items():
+        for call in ast.walk(module):
+            for reason in _reason_of(call):
+                if isinstance(reason, ast.Constant):
+                    yield str(reason.value)
+                    continue
+                assert isinstance(reason, ast.Name), f"{path}:{reason.lineno}"
+                found = texts[reason.id] or texts[f"{path}:{reason.id}"]
+                assert found, f"{path}:{reason.lineno}: {reason.id} is nowhere a text"
+                for text in found:
+                    yield from texts.get(text, {text})
+
+
+def _assignments(module: ast.Module) -> Iterator[tuple[str, ast.expr]]:
+    for node in ast.walk(module):
+        if not isinstance(node, ast.Assign):
+            continue
+        for target in node.targets:
+            pairs = [(target, node.value)]
+            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                pairs = list(zip(target.elts, node.value.elts, strict=True))
+            yield from ((t.id, value) for t, value in pairs if isinstance(t, ast.Name))
+
+
+def _reason_of(node: ast.AST) -> Iterator[ast.expr]:
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        position = {"Refused": 0, "Feature": 2}.get(node.func.id, len(node.args))
+        yield from node.args[position : position + 1]
+        yield from (k.value for k in node.keywords if k.arg == "reason")
