@@ -33,12 +33,6 @@ def test_idle_and_slow_clients_do_not_stop_a_scrape(exporter: lab.Exporter) -> N
             half.sendall(b"a")
 
 
-def test_two_capabilities_are_enough() -> None:
-    prefix = ["setpriv", "--bounding-set=-all,+bpf,+perfmon", "--inh-caps=-all"]
-    report = lab.sh(*prefix, lab.PROGRAM, "doctor")
-    assert "The main signals work here." in report
-
-
 def test_formats(exporter: lab.Exporter) -> None:
     plain = exporter.get("/metrics")
     zipped = exporter.get("/metrics", {"Accept-Encoding": "gzip"})
