@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from writeback_exporter.collector import Collector, Host
@@ -111,3 +114,16 @@ class Machine:
         for _ in range(4):
             self.scrape(collector, seconds / 2)
         return self.scrape(collector)
+
+
+@contextmanager
+def no_descriptors() -> Iterator[None]:
+    """This process can open no file, for a while."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.open("/dev/null", os.O_RDONLY)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)

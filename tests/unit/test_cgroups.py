@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import resource
 import shutil
 import tempfile
 import threading
@@ -18,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
+from tests.unit.files import no_descriptors
 from writeback_exporter.kernel.loader import open_file
 from writeback_exporter.names import cgroups as module
 from writeback_exporter.names.cgroups import (
@@ -364,15 +364,8 @@ def test_walk_without_file_descriptors(tmp_path: Path) -> None:
     """What could not be listed has not exited."""
     top = tree(tmp_path / "cgroup", "a/b", "c")
     cgroups = walked(only(Hierarchy(0, str(top))))
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    free = os.open("/dev/null", os.O_RDONLY)
-    os.close(free)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
-    try:
-        with pytest.raises(CgroupfsError, match="Too many open files"):
-            cgroups.walk(1.0)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    with no_descriptors(), pytest.raises(CgroupfsError, match="Too many open files"):
+        cgroups.walk(1.0)
     assert cgroups.counts == (4, 0)
 
 

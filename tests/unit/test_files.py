@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.files import no_descriptors
+from writeback_exporter.features import Refused
 from writeback_exporter.files.base import content, keyed, nested
 
 
@@ -34,6 +36,14 @@ def test_content_that_is_not_there(tmp_path: Path) -> None:
     assert content(str(tmp_path / "none")) is None
     assert content(str(tmp_path / "none/none")) is None
     assert content(str(tmp_path)) is None  # opens, but cannot be read
+
+
+def test_content_where_no_file_can_be_opened(tmp_path: Path) -> None:
+    """It is not taken for absent, or a scrape would be empty and look well."""
+    (tmp_path / "file").write_bytes(b"7")
+    with no_descriptors(), pytest.raises(Refused, match=r"file: Too many open files; raise"):
+        content(str(tmp_path / "file"))
+    assert content(str(tmp_path / "file")) == b"7"
 
 
 def test_keyed() -> None:

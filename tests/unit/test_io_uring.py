@@ -13,7 +13,7 @@ from typing import cast
 
 import pytest
 
-from tests.unit.files import Machine
+from tests.unit.files import Machine, no_descriptors
 from tests.unit.memory import Memory
 from writeback_exporter.features import Refused
 from writeback_exporter.kernel.libbpf import Object
@@ -289,6 +289,23 @@ def test_a_ring_that_was_there_before(machine: Processes) -> None:
     assert machine.times() == {"/a": (1.0, 0)}
     machine.descriptor(100, 3, RING, fdinfo(101, 2_000_000, 0))
     assert machine.times() == {"/a": (2.0, 0)}
+
+
+def test_rings_are_kept_where_no_file_can_be_opened(machine: Processes) -> None:
+    """Neither one of the map nor one that was there before is taken for closed."""
+    machine.start(100)
+    machine.thread(100, 101, "iou-sqp-100")
+    machine.descriptor(100, 3, RING, fdinfo(101, 1_000_000, 0))
+    machine.start(200, "/b")
+    machine.thread(200, 201, "iou-sqp-200", "/b")
+    machine.make(200, 3, fdinfo(201, 2_000_000, 0))
+    with no_descriptors(), pytest.raises(OSError, match="Too many open files"):
+        machine.times()
+    assert machine.times() == {"/a": (1, 0), "/b": (2, 0)}
+    machine.make(200, 4, fdinfo(201, 3_000_000, 0))
+    with no_descriptors(), pytest.raises(Refused, match="Too many open files"):
+        machine.times()
+    assert machine.times() == {"/a": (1, 0), "/b": (3, 0)}
 
 
 def test_descriptors_are_listed_once(machine: Processes, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
+from writeback_exporter.features import raise_if_exhausted
 from writeback_exporter.names.workloads import Workload
 
 _FILE_BYTES = 1 << 20
@@ -137,6 +138,7 @@ class Search:
                 if len(parts) == 3 and all(parts):
                     pods[parts[2]] = Pod(*parts[:2])
         except OSError as error:
+            raise_if_exhausted(error)
             self.problem = error
         return pods
 
