@@ -626,6 +626,12 @@ def load_instructions(program_type: int, instructions: bytes, name: str) -> None
     os.close(_checked(fd, f"load {name}"))
 
 
+def may_call() -> bool:
+    """Whether bpf(2) looks at what it is asked for: no seccomp filter denies it before."""
+    nothing = C.create_string_buffer(8)
+    return _lib.bpf_map_lookup_elem(-1, nothing, nothing) != -errno.EPERM
+
+
 def enable_stats() -> int:
     """The kernel counts runs and time of BPF programs until this descriptor is closed."""
     return _checked(_lib.bpf_enable_stats(0), "enable BPF statistics")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import resource
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -181,6 +182,14 @@ def refusal(error: BpfError) -> Refused:
             "report this, with the output of `writeback-exporter doctor`, as a bug",
         )
     if error.errno in (errno.EPERM, errno.EACCES):
+        if _exceeds_locked_memory():
+            kibibytes = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] >> 10
+            return Refused(
+                "no memory",
+                f"{error}: maps are charged to RLIMIT_MEMLOCK, which is {kibibytes} KiB",
+                "grant CAP_SYS_RESOURCE, with which the exporter raises it, or raise it (systemd: "
+                "LimitMEMLOCK=infinity, docker: --ulimit memlock=-1)",
+            )
         return Refused(
             "not permitted",
             str(error),
@@ -192,7 +201,7 @@ def refusal(error: BpfError) -> Refused:
         return Refused(
             "no memory",
             str(error),
-            "raise the memory limit of the exporter's cgroup (before 5.11: RLIMIT_MEMLOCK)",
+            "raise the memory limit of the exporter's cgroup",
         )
     if error.errno in (errno.ENOENT, errno.ESRCH):
         return Refused("not in this kernel", str(error), "use another kernel, or do without")
@@ -201,6 +210,20 @@ def refusal(error: BpfError) -> Refused:
         str(error),
         "report this, with the output of `writeback-exporter doctor`, as a bug",
     )
+
+
+def _exceeds_locked_memory() -> bool:
+    """Whether EPERM may be what it is before 5.11: the answer to maps beyond RLIMIT_MEMLOCK, which
+    libbpf raises where it may."""
+    if resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] == resource.RLIM_INFINITY:
+        return False
+    if not libbpf.may_call():
+        return False
+    btf = KernelBtf()
+    try:
+        return btf.has_function("bpf_map_charge_init")
+    finally:
+        btf.close()
 
 
 def _locked_down() -> Refused:

@@ -13,6 +13,7 @@ from tests.lab import BUFFERED_WRITER, DIRECT_WRITER, TWO_CAPABILITIES, with_mou
 
 from .test_main_signals import FAST, MIB, SLOW
 
+LOCKED_MEMORY = ("prlimit", "--memlock=unlimited:unlimited")
 WITHOUT_TRACEFS = with_mounts("umount /sys/kernel/tracing /sys/kernel/debug")
 CONTROL = Path("/sys/fs/cgroup/cgroup.subtree_control")
 PARANOID = Path("/proc/sys/kernel/perf_event_paranoid")
@@ -94,6 +95,19 @@ def test_cgroup_namespace() -> None:
     assert scrape.sum("exporter_collapsed_cgroups", reason="no name") >= 1
 
 
+def test_locked_memory() -> None:
+    """Before 5.11 EPERM may be for RLIMIT_MEMLOCK, and is then not blamed on the container."""
+    report = lab.doctor(prefix=("prlimit", "--memlock=65536:65536", *TWO_CAPABILITIES))
+    if "bpf_map_charge_init" not in Path("/proc/kallsyms").read_text():
+        assert report.status == 0
+        return
+    assert report.status == 1
+    assert report.reasons["dirty_throttle"] == report.reasons["block_io"] == "no memory"
+    assert "which is 64 KiB" in report.text
+    assert "grant CAP_SYS_RESOURCE" in report.text
+    assert "seccomp" not in report.text
+
+
 def test_what_is_not_needed() -> None:
     """With CAP_BPF and CAP_PERFMON alone, without tracefs and debugfs, where perf events are
     forbidden (4 is Debian's own, stricter than the kernel's strictest): all signals of BPF."""
@@ -101,7 +115,7 @@ def test_what_is_not_needed() -> None:
     PARANOID.write_text("4")
     try:
         with (
-            lab.Exporter(prefix=(*WITHOUT_TRACEFS, *TWO_CAPABILITIES)) as exporter,
+            lab.Exporter(prefix=(*WITHOUT_TRACEFS, *LOCKED_MEMORY, *TWO_CAPABILITIES)) as exporter,
             lab.cgroup(lab.hierarchies().io, "needed") as group,
         ):
             lab.run_in([group], DIRECT_WRITER, FAST.path, 4096, 40, 0)
