@@ -93,6 +93,6 @@ def test_attaching_while_requests_are_in_flight(tmp_path: Path) -> None:
             truth = disk.stats() - before
             scrape = exporter.scrape()
         counted = scrape.sum("block_io_size_bytes_count", device=disk.name)
-        unended = scrape.sum("exporter_map_dropped_total", map="requests")
+        unended = scrape.sum("exporter_map_dropped_total", map="block_io/requests")
         assert 0 < counted <= truth.writes
         assert scrape.sum("block_io_inflight", device=disk.name) <= unended + 1
