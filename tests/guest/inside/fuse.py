@@ -73,7 +73,7 @@ def mounted(directory: Path, seconds: float) -> Iterator[Served]:
         yield Served(process)
     finally:
         process.kill()  # which ends the connection: who waits gets ENOTCONN
-        process.wait()
+        process.communicate()
         if os.path.ismount(directory):
             subprocess.run(["umount", "--lazy", directory], check=True)
 
