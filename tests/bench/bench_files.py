@@ -84,7 +84,7 @@ def used_disk(hierarchy: Hierarchy, directories: Sequence[bytes]) -> Iterator[No
         tempfile.TemporaryDirectory(prefix="wbx-bench-", dir="/dev/shm") as place,
         lab.loop_disk(Path(place), 8 << 20) as disk,
     ):
-        if hierarchy.id != 0:  # where v1 counts since 6.10
+        if hierarchy.id != 0:  # without which v1 counts nothing (6.18)
             limit = Path(os.fsdecode(directories[0]), "blkio.throttle.write_bps_device")
             limit.write_text(f"{disk.dev} {1 << 30}")
         lab.run_in([], WRITER, disk.path, *map(os.fsdecode, directories))

@@ -21,7 +21,7 @@ def _v1() -> None:
 
 
 def limit(group: Cgroup, disk: Disk, name: str, rate: int) -> None:
-    """A limit beyond what is done here: v1 counts on a disk only once it has had one (6.10)."""
+    """A limit beyond what is done here: v1 counts on a disk only once it has had one (6.18)."""
     (group.directory / f"blkio.throttle.{name}_device").write_text(f"{disk.dev} {rate}")
 
 

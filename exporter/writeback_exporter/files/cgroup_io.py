@@ -4,7 +4,7 @@
 Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/blkio-controller.rst. v2's io.stat counts bios
 of a cgroup and those below it. v1's blkio.throttle.* counts are a cgroup's own, since the
 *_recursive ones lose what a cgroup had when it is removed (6.18), and counters must not go back.
-Since blk-throttle is set up with the first limit (6.10), v1 counts on a disk only from then on.
+Where blk-throttle is set up with a disk's first limit (6.18), v1 counts only from then on.
 """
 
 from __future__ import annotations

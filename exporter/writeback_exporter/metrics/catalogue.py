@@ -616,8 +616,8 @@ CGROUP_IO_BYTES = _metric(
     "cgroup_io_bytes",
     Kind.COUNTER,
     "Bytes of block IO of the cgroup and those below it, counted by the kernel (io.stat). On "
-    "cgroup v1 of the cgroup alone, and since 6.10 of a disk only once some cgroup has had a limit "
-    "of it.",
+    "cgroup v1 of the cgroup alone, and newer kernels (6.18) count on a disk only once some cgroup "
+    "has had a limit of it.",
     ("cgroup", "device", "op"),
     "bytes",
 )
@@ -625,8 +625,8 @@ CGROUP_IO_OPERATIONS = _metric(
     "cgroup_io_operations",
     Kind.COUNTER,
     "Block IO operations of the cgroup and those below it, counted by the kernel (io.stat). On "
-    "cgroup v1 of the cgroup alone, and since 6.10 of a disk only once some cgroup has had a limit "
-    "of it.",
+    "cgroup v1 of the cgroup alone, and newer kernels (6.18) count on a disk only once some cgroup "
+    "has had a limit of it.",
     ("cgroup", "device", "op"),
 )
 CGROUP_IO_MAX_BYTES = _metric(

@@ -74,7 +74,7 @@ def test_each_signal_by_its_own_hierarchy(v1: None, tmp_path: Path) -> None:
     writes = {"device": FAST.name, "op": "write"}
     assert scrape.values("block_io_size_bytes_count", "cgroup", **writes) == {"/by-io"}
     assert scrape.sum("block_io_size_bytes_count", **writes) == 10
-    # The kernel's own counts, without a limit before 6.10, are by the same hierarchies.
+    # The kernel's own counts, without a limit on these kernels, are by the same hierarchies.
     assert scrape.sum("cgroup_io_operations_total", cgroup="/by-io", **writes) == 10
     assert scrape.sum("cgroup_io_bytes_total", cgroup="/by-io", **writes) == 10 * 4096
     assert scrape.values("cgroup_memory_bytes", "cgroup") == {"/", "/first", "/by-memory"}
