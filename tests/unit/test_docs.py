@@ -106,6 +106,8 @@ def _reasons() -> Iterator[str]:
                 if isinstance(reason, ast.Constant):
                     yield str(reason.value)
                     continue
+                if isinstance(reason, ast.Attribute):  # another refusal's
+                    continue
                 assert isinstance(reason, ast.Name), f"{path}:{reason.lineno}"
                 found = texts[reason.id] or texts[f"{path}:{reason.id}"]
                 assert found, f"{path}:{reason.lineno}: {reason.id} is nowhere a text"

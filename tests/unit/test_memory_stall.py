@@ -70,4 +70,4 @@ def test_no_psi(
     kernel = cast(Kernel, SimpleNamespace(has_function=lambda name: has_function))
     with pytest.raises(Refused, match="psi=1") as caught:
         MemoryStall().load(kernel, cast(Hierarchies, SimpleNamespace(memory_v1=False)))
-    assert caught.value.reason == "no PSI"
+    assert caught.value.reason == "PSI off"

@@ -348,12 +348,19 @@ class Cgroups:
         whose files samples can be made. It may be gone when they are opened."""
         mount = os.fsencode(hierarchy.mount)
         seen: set[str] = set()
+        spelled_out = []
         for cgroup, path in self._trees[hierarchy.id].live.items():
             label = self.name(hierarchy, cgroup)
-            # Two whose names are no UTF-8 may look alike, and only one of them can be exported.
-            if label == _label(path) and label not in seen:
+            if label == path:
                 seen.add(label)
                 yield cgroup, label, mount if path == "/" else mount + _encoded(path)
+            elif label == _label(path):
+                spelled_out.append((cgroup, label, path))
+        # A name that is no UTF-8 may look like another, and only one of them can be exported.
+        for cgroup, label, path in spelled_out:
+            if label not in seen:
+                seen.add(label)
+                yield cgroup, label, mount + _encoded(path)
 
     @property
     def counts(self) -> tuple[int, int]:

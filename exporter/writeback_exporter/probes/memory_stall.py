@@ -32,7 +32,7 @@ class MemoryStall(Probe):
     def load(self, kernel: Kernel, hierarchies: Hierarchies) -> list[Feature]:
         if not kernel.has_function("psi_memstall_enter") or not os.path.exists(_PRESSURE):
             raise Refused(
-                "no PSI",
+                "PSI off",
                 "the kernel does not account pressure (/proc/pressure is absent)",
                 "boot with psi=1, on a kernel built with CONFIG_PSI=y",
             )
