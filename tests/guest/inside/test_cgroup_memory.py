@@ -6,7 +6,6 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,9 +13,8 @@ import pytest
 from tests import lab
 from tests.lab import BUFFERED_WRITER, Cgroup, Scrape
 
+from .kernel import vm
 from .test_main_signals import FAST, MIB, io_stat
-
-DIRTY = Path("/proc/sys/vm")
 
 
 @pytest.fixture(scope="module")
@@ -33,19 +31,11 @@ def group(request: pytest.FixtureRequest) -> Iterator[Cgroup]:
         yield made
 
 
-@contextmanager
-def nobody_writes_back() -> Iterator[None]:
-    """The flusher neither looks for old pages nor finds too many."""
-    settings = {"dirty_writeback_centisecs": "0", "dirty_background_ratio": "80"}
-    settings["dirty_ratio"] = "90"
-    before = {name: (DIRTY / name).read_text() for name in settings}
-    try:
-        for name, value in settings.items():
-            (DIRTY / name).write_text(value)
-        yield
-    finally:
-        for name, value in before.items():
-            (DIRTY / name).write_text(value)
+NOBODY_WRITES_BACK = {
+    "dirty_writeback_centisecs": "0",  # the flusher does not look for old pages
+    "dirty_background_ratio": "80",  # nor does it find too many
+    "dirty_ratio": "90",
+}
 
 
 def stat(group: Cgroup, key: str) -> int:
@@ -74,7 +64,7 @@ def events_file(group: Cgroup) -> dict[str, float]:
 
 
 def test_dirty_memory(exporter: lab.Exporter, group: Cgroup, tmp_path: Path) -> None:
-    with lab.ext4(FAST, tmp_path) as mount, nobody_writes_back():
+    with lab.ext4(FAST, tmp_path) as mount, vm(**NOBODY_WRITES_BACK):
         lab.run_in([group], BUFFERED_WRITER, mount / "file", 8 * MIB)
         # A cgroup that is new to a disk has no share of the limits yet: the flusher writes a few of
         # its first pages all the same. And per-CPU counts are summed every two seconds only.
