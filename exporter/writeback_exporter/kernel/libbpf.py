@@ -144,7 +144,11 @@ class BpfError(OSError):
     @property
     def reason(self) -> str:
         """One line: the verifier's verdict where it gave one, and the error's name."""
-        lines = [line for message in self.log for line in message.splitlines()]
+        lines = [line for message in self.log for line in message.splitlines() if line.strip()]
+        # 7.3 points at the line of the source, and ends with a suggestion.
+        for line in lines:
+            if "^-- error: " in line:
+                return f"{line.partition('^-- error: ')[2]} ({self.strerror})"
         for position, line in enumerate(lines):
             if line.startswith("processed ") and "insns" in line and position:
                 verdict = lines[position - 1]

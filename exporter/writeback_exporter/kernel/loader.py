@@ -173,7 +173,7 @@ def refusal(error: BpfError) -> Refused:
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return Refused(NO_DESCRIPTOR, str(error), RAISE_DESCRIPTORS)
     # Where securityfs is not mounted, as in most containers, only the verifier's words tell.
-    if re.search(r"(unknown func|cannot use helper) bpf_probe_read", error.reason):
+    if re.search(r"(unknown func|cannot use helper) bpf_probe_read", "".join(error.log)):
         return _locked_down()
     if "processed" in "".join(error.log):
         return Refused(
