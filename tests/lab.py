@@ -308,6 +308,13 @@ class Scrape:
         return result
 
 
+def only(*collectors: str) -> list[str]:
+    """Flags for these collectors alone: in a guest each BPF object takes a second to load."""
+    return [
+        f"--{'' if name in collectors else 'no-'}collector.{name}" for name in exporter.COLLECTORS
+    ]
+
+
 class Exporter:
     """A running writeback-exporter, as a user starts it; `prefix` runs a command otherwise."""
 

@@ -50,7 +50,7 @@ def test_a_writer_in_a_cgroup(tmp_path: Path) -> None:
     with (
         lab.ext4(FAST, tmp_path) as mount,
         lab.cgroup(lab.hierarchies().io, "dirty") as group,
-        lab.Exporter() as exporter,
+        lab.Exporter(*lab.only("bdi")) as exporter,
     ):
         labels = {"bdi": FAST.dev, "cgroup": "/dirty"}
         with vm(dirty_writeback_centisecs="0"):
@@ -86,7 +86,7 @@ def test_a_writer_in_a_cgroup(tmp_path: Path) -> None:
 def test_a_cgroup_that_is_made_again(tmp_path: Path) -> None:
     """Its wb is another one, that counts from 0; the series goes on."""
     counts = []
-    with lab.ext4(FAST, tmp_path) as mount, lab.Exporter() as exporter:
+    with lab.ext4(FAST, tmp_path) as mount, lab.Exporter(*lab.only("bdi")) as exporter:
         for i in range(2):
             with lab.cgroup(lab.hierarchies().io, "again") as group:
                 lab.run_in([group], BUFFERED_WRITER, mount / f"file{i}", 4 * MIB)
@@ -104,7 +104,7 @@ def test_before_wb_stats_there_is_only_the_root(tmp_path: Path) -> None:
     with (
         lab.ext4(FAST, tmp_path) as mount,
         lab.cgroup(lab.hierarchies().io, "dirty") as group,
-        lab.Exporter() as exporter,
+        lab.Exporter(*lab.only("bdi")) as exporter,
     ):
         with vm(dirty_writeback_centisecs="0"):
             lab.run_in([group], BUFFERED_WRITER, mount / "theirs", 8 * MIB)

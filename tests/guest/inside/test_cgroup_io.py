@@ -19,7 +19,7 @@ OPS = ("read", "write", "discard")
 @pytest.fixture(scope="module")
 def exporter() -> Iterator[lab.Exporter]:
     """One for all: it takes seconds to start here."""
-    with lab.Exporter() as running:
+    with lab.Exporter(*lab.only("cgroup_io", "block_io")) as running:
         yield running
 
 

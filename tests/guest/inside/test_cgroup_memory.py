@@ -20,7 +20,7 @@ from .test_main_signals import FAST, MIB, io_stat
 @pytest.fixture(scope="module")
 def exporter() -> Iterator[lab.Exporter]:
     """One for all: it takes seconds to start here."""
-    with lab.Exporter("--no-collector.dirty_throttle", "--no-collector.block_io") as running:
+    with lab.Exporter(*lab.only("cgroup_memory")) as running:
         yield running
 
 

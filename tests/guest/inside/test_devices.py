@@ -22,6 +22,8 @@ from . import fuse
 from .kernel import dirty_limits, ftrace
 from .test_main_signals import FAST, MIB, SLOW, io_stat
 
+COLLECTORS = lab.only("block_io", "dirty_throttle", "devices")
+
 
 @contextmanager
 def mapped(*disks: Disk) -> Iterator[Disk]:
@@ -84,7 +86,7 @@ def counted(scrape: lab.Scrape, disk: Disk, op: str, cgroup: str) -> tuple[float
 
 def test_direct_io_through_device_mapper() -> None:
     with (
-        lab.Exporter() as exporter,
+        lab.Exporter(*COLLECTORS) as exporter,
         mapped(SLOW, FAST) as volume,
         lab.cgroup(lab.hierarchies().io, "mapped") as group,
     ):
@@ -114,7 +116,7 @@ def test_a_writer_that_is_throttled_above_the_disk(tmp_path: Path) -> None:
     with (
         mapped(SLOW) as volume,
         lab.ext4(volume, tmp_path) as mount,
-        lab.Exporter() as exporter,
+        lab.Exporter(*COLLECTORS) as exporter,
         lab.cgroup(lab.hierarchies().io, "above") as group,
         dirty_limits(MIB, 2 * MIB),
     ):
@@ -141,7 +143,7 @@ def test_a_writer_that_is_throttled_above_the_disk(tmp_path: Path) -> None:
 
 def test_direct_io_to_a_mirror() -> None:
     with (
-        lab.Exporter() as exporter,
+        lab.Exporter(*COLLECTORS) as exporter,
         mirror(SLOW, FAST) as array,
         lab.cgroup(lab.hierarchies().io, "mirrored") as group,
     ):
@@ -162,7 +164,7 @@ def test_buffered_io_to_a_mirror(tmp_path: Path) -> None:
     with (
         mirror(SLOW, FAST) as array,
         lab.ext4(array, tmp_path) as mount,
-        lab.Exporter() as exporter,
+        lab.Exporter(*COLLECTORS) as exporter,
         lab.cgroup(lab.hierarchies().io, "mirrored") as group,
         dirty_limits(MIB, 2 * MIB),
     ):
@@ -184,7 +186,7 @@ def test_a_fuse_file_system_that_is_slow(tmp_path: Path) -> None:
     lab.sh("modprobe", "fuse")
     directory = tmp_path / "fuse mount"
     directory.mkdir()
-    with lab.Exporter() as exporter, lab.cgroup(lab.hierarchies().io, "fuse") as group:
+    with lab.Exporter(*COLLECTORS) as exporter, lab.cgroup(lab.hierarchies().io, "fuse") as group:
         assert not exporter.scrape().select("bdi_info", fstype="fuse")
         with fuse.mounted(directory, seconds=0.01) as served:
             status = directory.stat().st_dev

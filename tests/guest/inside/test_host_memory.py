@@ -15,7 +15,7 @@ MIB = 1 << 20
 def test_thresholds_with_bytes_set() -> None:
     vm = Path("/proc/sys/vm")
     before = {name: (vm / name).read_text() for name in ("dirty_background_ratio", "dirty_ratio")}
-    with lab.Exporter() as exporter:
+    with lab.Exporter(*lab.only("host_memory")) as exporter:
         scrape = exporter.scrape()
         assert scrape.sum("host_dirty_limit_bytes") == 0
         assert scrape.sum("host_dirty_ratio") == int(before["dirty_ratio"]) / 100
@@ -41,7 +41,7 @@ def test_thresholds_with_bytes_set() -> None:
 
 
 def test_what_every_kernel_has() -> None:
-    with lab.Exporter() as exporter:
+    with lab.Exporter(*lab.only("host_memory")) as exporter:
         scrape = exporter.scrape()
     reclaimers = scrape.values("host_reclaimed_bytes_total", "by")
     assert {"kswapd", "direct"} <= reclaimers <= {"kswapd", "direct", "khugepaged", "proactive"}

@@ -23,7 +23,7 @@ def reasons(scrape: lab.Scrape, feature: str) -> set[str]:
 @pytest.mark.skipif(not HAS_TIMES, reason=f"{platform.release()} does not tell times (6.9)")
 def test_rings() -> None:
     with (
-        lab.Exporter() as exporter,
+        lab.Exporter(*lab.only("io_uring")) as exporter,
         lab.cgroup(lab.hierarchies().task, "rings") as group,
     ):
         with rings([group], "own", "attached", "own") as made:
@@ -48,7 +48,7 @@ def test_rings() -> None:
 def test_switched_off() -> None:
     DISABLED.write_text("2")
     try:
-        with lab.Exporter() as exporter:
+        with lab.Exporter(*lab.only("io_uring")) as exporter:
             assert reasons(exporter.scrape(), "io_uring") == {"switched off"}
     finally:
         DISABLED.write_text("0")
@@ -57,7 +57,7 @@ def test_switched_off() -> None:
 @pytest.mark.skipif(HAS_TIMES, reason="this kernel tells times")
 def test_a_kernel_that_does_not_tell_times() -> None:
     with (
-        lab.Exporter() as exporter,
+        lab.Exporter(*lab.only("io_uring")) as exporter,
         lab.cgroup(lab.hierarchies().task, "rings") as group,
         rings([group], "plain", seconds=0),
     ):

@@ -49,7 +49,10 @@ def test_doctor() -> None:
 
 def test_direct_io_is_exact() -> None:
     hierarchy = lab.hierarchies().io
-    with lab.Exporter() as exporter, lab.cgroup(hierarchy, "direct") as group:
+    with (
+        lab.Exporter(*lab.only("dirty_throttle", "block_io")) as exporter,
+        lab.cgroup(hierarchy, "direct") as group,
+    ):
         before, io_before = FAST.stats(), io_stat(group, FAST)
         assert io_before == {}
         for size, count in ((512, 20), (4096, 200), (65536, 50)):
@@ -79,7 +82,7 @@ def test_a_throttled_writer(tmp_path: Path) -> None:
     hierarchy = lab.hierarchies().io
     with (
         lab.ext4(SLOW, tmp_path) as mount,
-        lab.Exporter() as exporter,
+        lab.Exporter(*lab.only("dirty_throttle", "block_io")) as exporter,
         lab.cgroup(hierarchy, "slow") as group,
         dirty_limits(MIB, 2 * MIB),
     ):
@@ -122,7 +125,7 @@ def test_a_cgroup_at_its_memory_limit(tmp_path: Path) -> None:
     """memory.high makes the memcg's own dirty limit the one that decides."""
     with (
         lab.ext4(SLOW, tmp_path) as mount,
-        lab.Exporter() as exporter,
+        lab.Exporter(*lab.only("dirty_throttle", "block_io")) as exporter,
         lab.cgroup(lab.hierarchies().io, "small") as group,
     ):
         (group.directory / "memory.high").write_text(str(16 * MIB))
@@ -139,7 +142,7 @@ def test_a_strict_limit_of_the_device(tmp_path: Path) -> None:
         pytest.skip("this kernel has no strict_limit in sysfs (6.2)")
     with (
         lab.ext4(FAST, tmp_path) as mount,
-        lab.Exporter() as exporter,
+        lab.Exporter(*lab.only("dirty_throttle", "block_io")) as exporter,
         lab.cgroup(lab.hierarchies().io, "strict") as group,
         lab.strict_limit(FAST, 65536),
     ):

@@ -54,7 +54,7 @@ def test_stalls_of_a_cgroup_at_its_limit(tmp_path: Path) -> None:
     go = tmp_path / "go"
     with (
         lab.ext4(FAST, tmp_path) as mount,
-        lab.Exporter("--collector.memory_stall") as exporter,
+        lab.Exporter(*lab.only("memory_stall")) as exporter,
         lab.cgroup(lab.hierarchies().task, "stalled") as group,
     ):
         (mount / "file").write_bytes(bytes(40 * MIB))

@@ -14,7 +14,7 @@ from tests.psi import CONTENTION, totals
 
 from .test_main_signals import MIB, SLOW
 
-FLAGS = ("--no-collector.block_io", "--no-collector.dirty_throttle")
+FLAGS = lab.only("pressure")
 
 MEMORY_EATER = """
 block = bytearray(int(arguments[0]))

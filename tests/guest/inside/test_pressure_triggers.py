@@ -13,7 +13,7 @@ from tests.psi import CONTENTION, WITHOUT_SYS_RESOURCE, wait_for, witness
 
 from .test_main_signals import MIB, SLOW
 
-FLAGS = ("--no-collector.block_io", "--no-collector.dirty_throttle")
+FLAGS = lab.only("pressure_triggers")
 IO = Path("/proc/pressure/io")
 
 

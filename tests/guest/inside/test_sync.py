@@ -29,7 +29,7 @@ OPEN, COUNT, SUM = "sync_open_seconds", "sync_seconds_count", "sync_seconds_sum"
 
 def exporter_of_calls() -> lab.Exporter:
     """Without the other collectors, which take their time to start."""
-    return lab.Exporter("--no-collector.block_io", "--no-collector.dirty_throttle")
+    return lab.Exporter(*lab.only("sync"))
 
 
 def calls_of(scrape: lab.Scrape, cgroup: str) -> dict[str, tuple[float, float]]:

@@ -100,7 +100,7 @@ def test_each_work_and_each_page(
 ) -> None:
     with lab.ext4(FAST, tmp_path) as mount, dirty_limits(limit, 500 * MIB, interval=0):
         lab.sh("sync")
-        with lab.Exporter("--no-collector.block_io") as exporter:
+        with lab.Exporter(*lab.only("work")) as exporter:
             with ftrace(*EVENTS) as trace:
                 before = vmstat("nr_written")
                 provoke(mount)
@@ -126,7 +126,10 @@ def test_the_oldest_work_that_is_not_done(tmp_path: Path) -> None:
     with lab.ext4(SLOW, tmp_path) as mount, dirty_limits(400 * MIB, 500 * MIB, interval=0):
         lab.sh("sync")
         # Few and small requests, so that the flusher waits for the disk.
-        with lab.Exporter() as exporter, SLOW.queue(nr_requests="4", max_sectors_kb="64"):
+        with (
+            lab.Exporter(*lab.only("work")) as exporter,
+            SLOW.queue(nr_requests="4", max_sectors_kb="64"),
+        ):
             lab.run_in([], BUFFERED_WRITER, mount / "file", 8 * MIB)
             begin = time.monotonic()
             sync = lab.spawn_in([], "os.sync()")
