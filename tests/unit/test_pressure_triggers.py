@@ -135,11 +135,11 @@ class Triggers:
         return snapshot
 
     def fire(self, path: Path) -> None:
-        """As when poll() finds what is armed on a file with POLLPRI."""
+        """As when epoll finds what is armed on a file with EPOLLPRI."""
         (descriptor,) = (
             d for d, armed in self.collector._armed.items() if os.fsdecode(armed.path) == str(path)
         )
-        self.collector._take(descriptor, select.POLLPRI)
+        self.collector._take(descriptor, select.EPOLLPRI)
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -151,6 +151,31 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 def armed(number: int, refused: int = 0, over_limit: int = 0) -> dict[str, float]:
     return {"armed": number, "refused": refused, "over_limit": over_limit}
+
+
+class _Epoll:
+    """epoll takes no file of a disk, as those of a fixture tree are: these never have an event."""
+
+    def __init__(self) -> None:
+        self._poll = select.poll()
+
+    def register(self, descriptor: int, events: int) -> None:
+        if events == select.EPOLLIN:
+            self._poll.register(descriptor, select.POLLIN)
+
+    def unregister(self, descriptor: int) -> None:
+        pass
+
+    def poll(self, seconds: float | None) -> list[tuple[int, int]]:
+        return self._poll.poll(None if seconds is None else seconds * 1000)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def _files_of_a_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select, "epoll", _Epoll)
 
 
 @pytest.fixture

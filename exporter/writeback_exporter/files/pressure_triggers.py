@@ -2,7 +2,7 @@
 """PSI triggers: the kernel wakes a thread of ours when tasks have waited for long enough within a
 window (Documentation/accounting/psi.rst), in between scrapes as well.
 
-Each time that poll() finds a descriptor with POLLPRI is an event. A cgroup with triggers has a
+Each time that epoll finds a descriptor with EPOLLPRI is an event. A cgroup with triggers has a
 real-time kernel thread, psimon. Without CAP_SYS_RESOURCE it has none, and windows are multiples
 of 2 s, for the kernel then looks when it updates the averages. Either way rmdir of such a cgroup
 takes an RCU grace period: 12 ms instead of 0.06 (6.18).
@@ -86,7 +86,9 @@ class PressureTriggers(Reader):
             return []
         supported(settings.procfs)
         self._averaged = _averaged(settings.procfs)
-        self._poll = select.poll()
+        # Not poll(2): 5.10 warns in its log when a cgroup with a waiter of that kind is removed
+        # (__wake_up_pollfree), which is the end of a host with panic_on_warn.
+        self._poll = select.epoll()
         features = []
         for trigger in settings.pressure_triggers:
             name = f"pressure_trigger {trigger}"
@@ -107,7 +109,7 @@ class PressureTriggers(Reader):
             else:
                 self._follow()
         self._stop = os.eventfd(0, os.EFD_CLOEXEC)
-        self._poll.register(self._stop, select.POLLIN)
+        self._poll.register(self._stop, select.EPOLLIN)
         self._watcher = threading.Thread(target=self._watch, name=self.name, daemon=True)
         self._watcher.start()
         return features
@@ -121,7 +123,7 @@ class PressureTriggers(Reader):
             self._failure = error
 
     def _watch_until_stopped(self) -> None:
-        timeout = _LOOK_SECONDS * 1000 if self._hierarchy else None
+        timeout = _LOOK_SECONDS if self._hierarchy else None
         while True:
             for descriptor, events in self._poll.poll(timeout):
                 if descriptor == self._stop:
@@ -132,11 +134,11 @@ class PressureTriggers(Reader):
 
     def _take(self, descriptor: int, events: int) -> None:
         armed = self._armed[descriptor]
-        if events & select.POLLERR:
+        if events & select.EPOLLERR:
             # Its cgroup, or the cgroup's pressure files, have gone.
             self._disarm(descriptor)
             self._refused.add(armed.key)
-        elif events & select.POLLPRI and self._is_true(armed):
+        elif events & select.EPOLLPRI and self._is_true(armed):
             with self._counting:
                 if armed.labels in self._counts:
                     self._counts[armed.labels] += 1
@@ -248,7 +250,7 @@ class PressureTriggers(Reader):
             self._counts.setdefault(labels, 0)
         self._armed[descriptor] = _Armed(key, labels, path, before[trigger.kind])
         self._keys.add(key)
-        self._poll.register(descriptor, select.POLLPRI)
+        self._poll.register(descriptor, select.EPOLLPRI)
 
     def _disarm(self, descriptor: int) -> None:
         self._poll.unregister(descriptor)
@@ -288,6 +290,7 @@ class PressureTriggers(Reader):
         self._watcher.join()
         self._watcher = None
         os.close(self._stop)
+        self._poll.close()
         # Each close waits for an RCU grace period, 9 ms or more; together they wait for the same.
         with ThreadPoolExecutor(max_workers=32) as pool:
             list(pool.map(os.close, self._armed))

@@ -69,7 +69,7 @@ class Seen:
     @property
     def held(self) -> float:
         """Bios and tasks that are held now."""
-        return self.scrape.sum("exporter_map_entries", map="limit_held")
+        return self.scrape.sum("exporter_map_entries", map="block_io_limit/limit_held")
 
     @property
     def runs(self) -> dict[str, float]:

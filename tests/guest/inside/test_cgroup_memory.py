@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -31,6 +32,7 @@ def group(request: pytest.FixtureRequest) -> Iterator[Cgroup]:
         yield made
 
 
+HELD_BACK = (os.cpu_count() or 1) * 32 * os.sysconf("SC_PAGESIZE")
 NOBODY_WRITES_BACK = {
     "dirty_writeback_centisecs": "0",  # the flusher does not look for old pages
     "dirty_background_ratio": "80",  # nor does it find too many
@@ -68,12 +70,13 @@ def test_dirty_memory(exporter: lab.Exporter, group: Cgroup, tmp_path: Path) -> 
         lab.run_in([group], BUFFERED_WRITER, mount / "file", 8 * MIB)
         # A cgroup that is new to a disk has no share of the limits yet: the flusher writes a few of
         # its first pages all the same. And per-CPU counts are summed every two seconds only.
-        _settled(group, lambda dirty, written: dirty + written >= 8 * MIB)
+        _settled(group, lambda dirty, written: dirty + written >= 8 * MIB - HELD_BACK)
         scrape = exporter.scrape()
         dirty, written = _dirty_and_written(group)
         assert own(scrape, "cgroup_dirty_bytes", group) == dirty
         assert dirty > 4 * MIB
-        assert 8 * MIB <= dirty + written < 9 * MIB  # with some blocks of the file system's
+        # With some blocks of the file system's; before 5.15 each CPU holds back 32 pages at most.
+        assert 8 * MIB - HELD_BACK <= dirty + written < 9 * MIB
         assert own(scrape, "cgroup_writeback_bytes", group) == 0
         assert 8 * MIB <= own(scrape, "cgroup_memory_bytes", group) < 64 * MIB
         lab.sh("sync", "-f", mount)

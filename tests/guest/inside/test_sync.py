@@ -127,7 +127,7 @@ def test_killed_in_a_call_of_a_slow_disk() -> None:
         assert scrape.sum(OPEN, **labels) == 0
         assert scrape.sum(COUNT, **labels) == 1
         assert scrape.sum(SUM, **labels) >= second.sum(OPEN, **labels)
-        assert scrape.sum("exporter_map_entries", map="open_calls") == 0
+        assert scrape.sum("exporter_map_entries", map="sync/open_calls") == 0
         assert not any(scrape.select("exporter_map_dropped_total").values())
 
 
@@ -151,7 +151,7 @@ def test_an_end_that_is_not_shown(tmp_path: Path) -> None:
         release()
         assert process.stdout.readline() == "returned\n"
         scrape = exporter.scrape()
-        lost = scrape.sum("exporter_map_dropped_total", map="open_calls")
+        lost = scrape.sum("exporter_map_dropped_total", map="sync/open_calls")
         print(f"on {os.uname().release} {lost:.0f} end was lost")
         assert scrape.sum(OPEN, **labels) == 0
         assert scrape.sum(COUNT, **labels) + lost == 1
@@ -160,7 +160,7 @@ def test_an_end_that_is_not_shown(tmp_path: Path) -> None:
         assert process.stdout.readline() == "returned\n"
         scrape = exporter.scrape()
         assert scrape.sum(COUNT, **labels) + lost == 2
-        assert scrape.sum("exporter_map_dropped_total", map="open_calls") == lost
+        assert scrape.sum("exporter_map_dropped_total", map="sync/open_calls") == lost
         assert scrape.sum(OPEN, **labels) == 0
 
 
