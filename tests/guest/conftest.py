@@ -5,7 +5,10 @@ The environment variable GUEST_KERNELS names the kernels, "6.1 7.3" for example.
 """
 
 import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -73,23 +76,25 @@ def _fetch(name: str, config: pytest.Config) -> kernels.Kernel:
 
 
 @pytest.fixture
-def guest(attempt: Attempt) -> suite.Report:
+def guests(attempts: list[Attempt]) -> list[suite.Report]:
     """What came of the tests in inside/ on this kernel. Fails where they did not run to the end."""
-    if attempt.report is None:
-        failure = attempt.failure
-        # Each test that wants this guest fails; the logs' ends are in the report of the first.
-        attempt.failure = failure.partition("\n")[0]
-        pytest.fail(failure, pytrace=False)
-    return attempt.report
+    for attempt in attempts:
+        if attempt.report is None:
+            failure = attempt.failure
+            # Each test that wants these guests fails; the logs' ends are in the first one's report.
+            attempt.failure = failure.partition("\n")[0]
+            pytest.fail(failure, pytrace=False)
+    return [attempt.report for attempt in attempts if attempt.report]
 
 
 @pytest.fixture(scope="session")
-def attempt(
+def attempts(
     kernel: kernels.Kernel,
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
-) -> Attempt:
-    """Runs the tests in inside/, all in one guest; only those that are selected, with -k."""
+) -> list[Attempt]:
+    """Runs the tests in inside/, in two guests side by side, for an emulated machine keeps but one
+    CPU busy; only those that are selected, with -k."""
     selected = [
         str(item.callspec.params["inner"])
         for item in request.session.items
@@ -97,14 +102,19 @@ def attempt(
         and "inner" in item.fixturenames
         and item.callspec.params["kernel"] == kernel.name
     ]
-    if set(selected) == set(suite.declared()):
-        selected = []
-    try:
-        report = suite.run(kernel, selected, tmp_path_factory.mktemp(f"guest-{kernel.name}-"))
-    except (suite.SuiteError, vm.GuestError) as error:
-        return Attempt(failure=str(error))
-    request.config.stash[_REPORTS].append(report)
-    return Attempt(report)
+
+    def attempt(tests: Sequence[str], out: Path) -> Attempt:
+        try:
+            return Attempt(suite.run(kernel, tests, out))
+        except (suite.SuiteError, vm.GuestError) as error:
+            return Attempt(failure=str(error))
+
+    parts = suite.parts(selected or suite.declared())
+    outs = [tmp_path_factory.mktemp(f"guest-{kernel.name}-") for _ in parts]
+    with ThreadPoolExecutor(len(parts)) as pool:
+        made = list(pool.map(attempt, parts, outs))
+    request.config.stash[_REPORTS] += [attempt.report for attempt in made if attempt.report]
+    return made
 
 
 def pytest_terminal_summary(

@@ -9,7 +9,7 @@ import ast
 import shlex
 import sys
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,8 +69,30 @@ def _functions(body: Sequence[ast.stmt]) -> Iterator[str]:
             yield from (f"{statement.name}::{name}" for name in _functions(statement.body))
 
 
+def parts(tests: Sequence[str]) -> list[list[str]]:
+    """What to `run` for these tests, in one or two parts of about as many: modules, where all of a
+    module's are among them, and tests."""
+    modules = _by_module(tests)
+    all_of = _by_module(declared())
+    dealt: list[tuple[int, list[str]]] = [(0, []), (0, [])]
+    for module in sorted(modules, key=lambda module: len(modules[module]), reverse=True):
+        found = modules[module]
+        dealt.sort(key=lambda part: part[0])
+        count, part = dealt[0]
+        whole = set(found) == set(all_of.get(module, ()))
+        dealt[0] = count + len(found), [*part, *([module] if whole else found)]
+    return [part for _, part in dealt if part]
+
+
+def _by_module(tests: Iterable[str]) -> dict[str, list[str]]:
+    modules: dict[str, list[str]] = {}
+    for test in tests:
+        modules.setdefault(test.partition("::")[0], []).append(test)
+    return modules
+
+
 def run(kernel: Kernel, selected: Sequence[str], out: Path) -> Report:
-    """Run the `selected` tests, or all if there are none, in one guest.
+    """Run the `selected` tests and modules, or all if there are none, in one guest.
 
     `out` gets what the guest leaves, junit.xml among it. Raises SuiteError and vm.GuestError.
     """
@@ -98,8 +120,8 @@ def run(kernel: Kernel, selected: Sequence[str], out: Path) -> Report:
 
 
 def _argument(test: str) -> str:
-    module, _, function = test.partition("::")
-    return f"{INSIDE / module}.py::{function}"
+    module, colons, function = test.partition("::")
+    return f"{INSIDE / module}.py{colons}{function}"
 
 
 def cases(junit: Path) -> Iterator[Case]:

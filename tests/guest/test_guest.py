@@ -15,27 +15,30 @@ MEMORY_MOVED = "tests: memory controller moves to cgroup v1"
 PAGE_COUNTER = "at mm/page_counter.c:"
 
 
-def test_suite(guest: suite.Report) -> None:
+def test_suite(guests: list[suite.Report]) -> None:
     """Something ran, and no more than is reported below."""
-    assert guest.cases, f"no tests ran:\n{guest.result.output}"
     known = suite.declared()
     modules = {test.partition("::")[0] for test in known}
-    unknown = [case.name for case in guest.cases if case.test not in {*known, *modules}]
-    assert not unknown, (
-        f"reported by no test here, for suite.declared() does not see them: {unknown}"
-    )
+    for guest in guests:
+        assert guest.cases, f"no tests ran:\n{guest.result.output}"
+        unknown = [case.name for case in guest.cases if case.test not in {*known, *modules}]
+        assert not unknown, (
+            f"reported by no test here, for suite.declared() does not see them: {unknown}"
+        )
 
 
-def test_inside(guest: suite.Report, inner: str) -> None:
-    cases = guest.of(inner)
+def test_inside(guests: list[suite.Report], inner: str) -> None:
+    cases = [case for guest in guests for case in guest.of(inner)]
     outcomes = {case.outcome for case in cases}
+    release = guests[0].kernel.release
     text = "\n\n".join(
-        f"{case.name} on {guest.kernel.release}: {case.text}"
+        f"{case.name} on {release}: {case.text}"
         for case in cases
         if case.outcome == "failed" or outcomes <= {"skipped", "xfailed"}
     )
     if not cases:
-        pytest.fail(f"{inner} did not run, see {guest.result.out}/output", pytrace=False)
+        outs = " or ".join(f"{guest.result.out}/output" for guest in guests)
+        pytest.fail(f"{inner} did not run, see {outs}", pytrace=False)
     if "failed" in outcomes:
         pytest.fail(text, pytrace=False)
     if outcomes == {"skipped"}:
@@ -44,14 +47,15 @@ def test_inside(guest: suite.Report, inner: str) -> None:
         pytest.xfail(text)
 
 
-def test_kernel_log(guest: suite.Report) -> None:
+def test_kernel_log(guests: list[suite.Report]) -> None:
     """The kernel had nothing to complain about, from boot to the last test."""
-    lines = guest.result.kernel_log.splitlines()
-    assert len(lines) > 50, "the guest left no kernel log"
-    moved = next((i for i, line in enumerate(lines) if MEMORY_MOVED in line), len(lines))
-    complaints = [
-        line
-        for i, line in enumerate(lines)
-        if COMPLAINTS.search(line) and not (i > moved and PAGE_COUNTER in line)
-    ]
-    assert not complaints, "\n".join([*complaints, f"see {guest.result.out}/dmesg"])
+    for guest in guests:
+        lines = guest.result.kernel_log.splitlines()
+        assert len(lines) > 50, "the guest left no kernel log"
+        moved = next((i for i, line in enumerate(lines) if MEMORY_MOVED in line), len(lines))
+        complaints = [
+            line
+            for i, line in enumerate(lines)
+            if COMPLAINTS.search(line) and not (i > moved and PAGE_COUNTER in line)
+        ]
+        assert not complaints, "\n".join([*complaints, f"see {guest.result.out}/dmesg"])

@@ -101,10 +101,10 @@ def test_outcomes(inside: Path, tmp_path: Path) -> None:
         "test_sample::test_teardown_fails": ["failed"],
         "test_skipped::test_a": ["skipped"],
     }
-    report_suite(report)
-    report_inside(report, "test_sample::test_passes")
-    report_inside(report, "test_sample::test_one_case_skips")
-    report_inside(report, "test_sample::TestClass::test_method")
+    report_suite([report])
+    report_inside([report], "test_sample::test_passes")
+    report_inside([report], "test_sample::test_one_case_skips")
+    report_inside([report], "test_sample::TestClass::test_method")
     failures = {
         "test_broken::test_a": "no_such_module",
         "test_sample::test_one_case_fails": r"test_one_case_fails\[2\](?s:.)*assert 2 == 1"
@@ -115,13 +115,13 @@ def test_outcomes(inside: Path, tmp_path: Path) -> None:
     }
     for test, text in failures.items():
         with pytest.raises(pytest.fail.Exception, match=text):
-            report_inside(report, test)
+            report_inside([report], test)
     with pytest.raises(pytest.skip.Exception, match="no such device"):
-        report_inside(report, "test_sample::test_skips")
+        report_inside([report], "test_sample::test_skips")
     with pytest.raises(pytest.skip.Exception, match="not on this kernel"):
-        report_inside(report, "test_skipped::test_a")
+        report_inside([report], "test_skipped::test_a")
     with pytest.raises(pytest.xfail.Exception):
-        report_inside(report, "test_sample::test_known_failure")
+        report_inside([report], "test_sample::test_known_failure")
 
 
 def test_selected(inside: Path, tmp_path: Path) -> None:
@@ -130,11 +130,22 @@ def test_selected(inside: Path, tmp_path: Path) -> None:
     assert [case.name for case in report.cases] == ["test_sample::TestClass::test_method"]
 
 
+def test_parts_have_every_test_once(inside: Path) -> None:
+    (inside / "test_sample.py").write_text(SAMPLE)
+    (inside / "test_skipped.py").write_text(SKIPPED_MODULE)
+    (inside / "test_broken.py").write_text(BROKEN_MODULE)
+    parts = suite.parts(suite.declared())
+    assert sorted(map(sorted, parts)) == [["test_broken", "test_skipped"], ["test_sample"]]
+    some = suite.parts(["test_sample::test_passes", "test_skipped::test_a"])
+    assert sorted(some) == [["test_sample::test_passes"], ["test_skipped"]]
+    assert suite.parts(["test_broken::test_a"]) == [["test_broken"]]
+
+
 def test_unseen_test(inside: Path, tmp_path: Path) -> None:
     (inside / "test_made.py").write_text("globals()['test_made'] = lambda: None")
     report = suite.run(KERNEL, [], tmp_path)
     with pytest.raises(AssertionError, match="test_made::test_made"):
-        report_suite(report)
+        report_suite([report])
 
 
 @pytest.mark.usefixtures("inside")
