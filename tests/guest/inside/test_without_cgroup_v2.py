@@ -39,9 +39,10 @@ def v1() -> None:
 
 
 def _mount(controller: str) -> None:
-    # Busy while cgroups of v2 that are gone still have pages.
+    # Busy while cgroups of v2 that are gone still have pages, or a loop device a worker for them,
+    # which it keeps for a minute.
     command = ["mount", "-t", "cgroup", "-o", controller, controller, str(TOP / controller)]
-    for _ in range(100):
+    for _ in range(900):
         Path("/proc/sys/vm/drop_caches").write_text("3")
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode == 0:
