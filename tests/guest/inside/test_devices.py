@@ -4,6 +4,7 @@ where, and that devices' and BDIs' infos join it."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import subprocess
@@ -43,12 +44,17 @@ def mapped(*disks: Disk) -> Iterator[Disk]:
         lab.sh("dmsetup", "remove", "--noudevsync", "--retry", "joined")
 
 
+_ARRAYS = itertools.count()
+"""Each has a name of its own: one that is gone keeps it for a while (7.3)."""
+
+
 @contextmanager
 def mirror(*disks: Disk) -> Iterator[Disk]:
     """An md raid1 of these without any metadata, made as mdadm --build does."""
     lab.sh("modprobe", "raid1")
-    Path("/sys/module/md_mod/parameters/new_array").write_text("md_test")
-    md = Path("/sys/block/md_test/md")
+    name = f"md_test{next(_ARRAYS)}"
+    Path("/sys/module/md_mod/parameters/new_array").write_text(name)
+    md = Path("/sys/block", name, "md")
 
     def write(name: str, value: str) -> None:
         (md / name).write_text(value)
@@ -64,8 +70,8 @@ def mirror(*disks: Disk) -> Iterator[Disk]:
     write("resync_start", "none")  # nothing to copy, which would be IO as well
     write("array_state", "active")
     try:
-        os.close(os.open("/dev/md_test", os.O_RDONLY))  # who is first reads the partition table
-        yield Disk("/dev/md_test")
+        os.close(os.open(f"/dev/{name}", os.O_RDONLY))  # who is first reads the partition table
+        yield Disk(f"/dev/{name}")
     finally:
         write("array_state", "clear")
 
@@ -183,7 +189,6 @@ def test_buffered_io_to_a_mirror(tmp_path: Path) -> None:
 
 def test_a_fuse_file_system_that_is_slow(tmp_path: Path) -> None:
     """Its BDI has a strict limit of its own: 1 % of the global one (fs/fuse/inode.c)."""
-    lab.sh("modprobe", "fuse")
     directory = tmp_path / "fuse mount"
     directory.mkdir()
     with lab.Exporter(*COLLECTORS) as exporter, lab.cgroup(lab.hierarchies().io, "fuse") as group:
@@ -218,7 +223,6 @@ def test_a_fuse_file_system_that_is_slow(tmp_path: Path) -> None:
 def test_a_disk_whose_attributes_hang(tmp_path: Path) -> None:
     """Who switches the scheduler of a disk whose requests do not end holds its queue's lock: who
     reads an attribute waits for it in vain, and a scrape must not."""
-    lab.sh("modprobe", "fuse")
     directory = tmp_path / "mount"
     directory.mkdir()
     with lab.Exporter() as exporter, fuse.mounted(directory, seconds=0) as served:
