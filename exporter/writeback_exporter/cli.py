@@ -167,7 +167,8 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="writeback-exporter",
-        description="Exports, per cgroup, dirty throttling and block IO latency from eBPF.",
+        description="Exports, per cgroup, dirty throttling, block IO, sync calls, pressure and "
+        "memory, from eBPF and the kernel's files.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
@@ -281,7 +282,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_checked(regular_expression),
         metavar="REGEX",
         help="set the triggers not only for the host, but for each cgroup, too, whose whole path "
-        "matches, such as '/system\\.slice/.*'",
+        "matches, such as '/system\\.slice/.*'; to remove such a cgroup takes 10 ms more",
     )
     collectors.add_argument(
         "--sync.tracepoints",
