@@ -5,10 +5,18 @@
  *	io.max	blk-throttle queues the bio, once a cgroup that it passes on its way up:
  *		throttle_hold, throttle_release
  *	iocost	the submitting task waits in a queue of the cgroup's: iocost_hold, iocost_release
- *	wbt	the task that writes back waits for others' requests to end: wbt_enter, wbt_exit
+ *	wbt	the task that writes back waits for others' requests to end: qos_enter, and one of
+ *		wbt_exit and wbt_or_iolatency_exit
+ *	io.latency
+ *		the task that submits waits until requests of its cgroup, or of one above, end:
+ *		qos_enter, and one of iolatency_exit and wbt_or_iolatency_exit
  *
- * Each hook is a function that the kernel calls for IO that is held, and for no other. wbt has
- * none such: its two run for each buffered write to a disk where wbt is on, held or not.
+ * Each hook is a function that the kernel calls for IO that is held, and for no other. wbt and
+ * io.latency have none such. Theirs run, held or not, for each buffered write to a disk where wbt
+ * is on, and on a disk where a cgroup has an io.latency for each bio, once a level of its cgroup.
+ *
+ * A kernel may have only one of the two, and programs of the other refer to types that are missing
+ * there: hence three programs for one hook, of which one is loaded.
  *
  * See README.md here for keys, values, kernels and cost.
  */
@@ -22,7 +30,7 @@ enum limit_exponents { /* 16 us .. 68 s */
 
 enum limit {
 	LIMIT_MAX, /* io.max, blkio.throttle */
-	LIMIT_QOS, /* iocost, wbt */
+	LIMIT_QOS, /* iocost, wbt, io.latency */
 	LIMITS,
 };
 
@@ -154,12 +162,12 @@ static __always_inline struct gendisk *queue_disk(struct request_queue *queue)
 	       bpf_core_field_offset(struct gendisk___before_5_11, part0.__dev.kobj);
 }
 
-static __always_inline struct gendisk *wbt_disk(struct rq_wb *rwb)
+static __always_inline struct gendisk *qos_disk(struct rq_qos *rqos)
 {
-	struct rq_qos___before_6_3 *old = (void *)__builtin_preserve_access_index(&rwb->rqos);
+	struct rq_qos___before_6_3 *old = (void *)rqos;
 
-	if (bpf_core_field_exists(rwb->rqos.disk))
-		return BPF_CORE_READ(rwb, rqos.disk);
+	if (bpf_core_field_exists(rqos->disk))
+		return BPF_CORE_READ(rqos, disk);
 	return queue_disk(BPF_CORE_READ(old, q));
 }
 
@@ -308,10 +316,10 @@ int iocost_release(__u64 *ctx)
 }
 
 /*
- * Whose buffered write the current task submits. There is no bio to ask here: but a flusher writes
- * for one cgroup at a time, and its work item tells which, whom others sync their own files.
+ * Whose IO the current task submits. There is no bio to ask here: but a flusher writes for one
+ * cgroup at a time, and its work item tells which, whom others sync their own files.
  */
-static __always_inline __u64 writer_cgroup(struct task_struct *task)
+static __always_inline struct cgroup_subsys_state *submitter(struct task_struct *task)
 {
 	struct task_struct___before_5_17 *old = (void *)task;
 	unsigned int flags = BPF_CORE_READ(task, flags);
@@ -323,9 +331,9 @@ static __always_inline __u64 writer_cgroup(struct task_struct *task)
 	__u32 i;
 
 	if (!(flags & PF_KTHREAD))
-		return task_cgroup(task, bpf_core_enum_value(enum cgroup_subsys_id, io_cgrp_id));
+		return task_css(task, bpf_core_enum_value(enum cgroup_subsys_id, io_cgrp_id));
 	if (!(flags & PF_WQ_WORKER))
-		return 0;
+		return NULL;
 	if (bpf_core_field_exists(task->worker_private))
 		kthread = BPF_CORE_READ(task, worker_private);
 	else
@@ -337,10 +345,10 @@ static __always_inline __u64 writer_cgroup(struct task_struct *task)
 #pragma unroll
 	for (i = 0; i < sizeof(description); i++)
 		if (description[i] != flusher[i])
-			return 0;
+			return NULL;
 	wb = (void *)BPF_CORE_READ(worker, current_work) -
 	     bpf_core_field_offset(struct bdi_writeback, dwork.work);
-	return BPF_CORE_READ(wb, blkcg_css, cgroup, kn, id);
+	return BPF_CORE_READ(wb, blkcg_css);
 }
 
 static __always_inline struct waiter *slot_of_waiter(__u32 tid)
@@ -352,7 +360,7 @@ static __always_inline struct waiter *slot_of_waiter(__u32 tid)
 
 /* (rq_wait, private_data, ...): room for another request is taken, or waited for. */
 SEC("fentry/rq_qos_wait")
-int wbt_enter(__u64 *ctx)
+int qos_enter(__u64 *ctx)
 {
 	struct task_struct *task = (struct task_struct *)bpf_get_current_task();
 	__u32 tid = bpf_get_current_pid_tgid();
@@ -366,16 +374,11 @@ int wbt_enter(__u64 *ctx)
 	return 0;
 }
 
-SEC("fexit/rq_qos_wait")
-int wbt_exit(__u64 *ctx)
+/* When the current task entered; 0 where it has not slept since. */
+static __always_inline __u64 held_since(struct task_struct *task)
 {
-	struct task_struct *task = (struct task_struct *)bpf_get_current_task();
 	__u32 tid = bpf_get_current_pid_tgid();
-	struct limit_key key = { .limit = LIMIT_QOS };
-	struct wbt_wait_data *data = (void *)ctx[1];
 	struct waiter *waiter = slot_of_waiter(tid);
-	struct rq_wb *rwb;
-	__u64 since_ns, place;
 
 	if (!waiter)
 		return 0;
@@ -384,19 +387,107 @@ int wbt_exit(__u64 *ctx)
 		return 0;
 	}
 	waiter->tid = 0;
-	since_ns = waiter->since_ns;
-	if (BPF_CORE_READ(task, nvcsw) == waiter->sleeps)
-		return 0;
-	rwb = BPF_CORE_READ(data, rwb);
-	/* iolatency, which waits here too, has other private data; its rq_wait is not in there. */
-	place = number(&ctx[0]) - (__u64)__builtin_preserve_access_index(&rwb->rq_wait);
-	if (place >= bpf_core_field_size(rwb->rq_wait))
-		return 0;
-	if (!know_disk(&key, wbt_disk(rwb))) {
+	return BPF_CORE_READ(task, nvcsw) == waiter->sleeps ? 0 : waiter->since_ns;
+}
+
+static __always_inline void count_qos(struct rq_qos *rqos, struct cgroup_subsys_state *owner,
+				      __u64 since_ns)
+{
+	struct limit_key key = {
+		.cgroup = BPF_CORE_READ(owner, cgroup, kn, id),
+		.limit = LIMIT_QOS,
+	};
+
+	if (know_disk(&key, qos_disk(rqos)))
+		count_wait(&key, since_ns);
+	else
 		drop(DROP_LIMIT_DISKS);
-		return 0;
+}
+
+static __always_inline void count_wbt(__u64 *ctx, struct task_struct *task, __u64 since_ns)
+{
+	struct wbt_wait_data *data = (void *)ctx[1];
+	struct rq_wb *rwb = BPF_CORE_READ(data, rwb);
+	__u64 place = number(&ctx[0]) - (__u64)__builtin_preserve_access_index(&rwb->rq_wait);
+
+	/* Of others that wait here the private data is something else. */
+	if (place < bpf_core_field_size(rwb->rq_wait))
+		count_qos(__builtin_preserve_access_index(&rwb->rqos), submitter(task), since_ns);
+}
+
+static __always_inline bool is_iolatency(__u64 *ctx)
+{
+	return number(&ctx[0]) - ctx[1] == bpf_core_field_offset(struct iolatency_grp, rq_wait);
+}
+
+/* Deeper ones, which hardly anybody has, are taken for others. */
+#define LEVELS 16
+
+static __always_inline bool is_within(struct cgroup_subsys_state *css,
+				      struct cgroup_subsys_state *top)
+{
+	__u32 i;
+
+#pragma unroll
+	for (i = 0; i < LEVELS; i++) {
+		if (css == top)
+			return true;
+		css = BPF_CORE_READ(css, parent);
 	}
-	key.cgroup = writer_cgroup(task);
-	count_wait(&key, since_ns);
+	return false;
+}
+
+/*
+ * The cgroup that is held may be any on the bio's way up from its owner, who is the submitter,
+ * unless that is outside or nobody: a worker of a loop device or of device mapper, or a task that
+ * syncs another cgroup's file. Then all that is known of the owner is that it is within.
+ */
+static __always_inline void count_iolatency(__u64 *ctx, struct task_struct *task, __u64 since_ns)
+{
+	struct iolatency_grp *iolat = (void *)ctx[1];
+	struct blk_iolatency *policy = BPF_CORE_READ(iolat, blkiolat);
+	struct blkcg *blkcg = BPF_CORE_READ(iolat, pd.blkg, blkcg);
+	struct cgroup_subsys_state *held = __builtin_preserve_access_index(&blkcg->css);
+	struct cgroup_subsys_state *owner = submitter(task);
+
+	if (!is_within(owner, held))
+		owner = held;
+	count_qos(__builtin_preserve_access_index(&policy->rqos), owner, since_ns);
+}
+
+SEC("fexit/rq_qos_wait")
+int wbt_exit(__u64 *ctx)
+{
+	struct task_struct *task = (struct task_struct *)bpf_get_current_task();
+	__u64 since_ns = held_since(task);
+
+	if (since_ns)
+		count_wbt(ctx, task, since_ns);
+	return 0;
+}
+
+SEC("fexit/rq_qos_wait")
+int iolatency_exit(__u64 *ctx)
+{
+	struct task_struct *task = (struct task_struct *)bpf_get_current_task();
+	__u64 since_ns = held_since(task);
+
+	if (since_ns && is_iolatency(ctx))
+		count_iolatency(ctx, task, since_ns);
+	return 0;
+}
+
+SEC("fexit/rq_qos_wait")
+int wbt_or_iolatency_exit(__u64 *ctx)
+{
+	struct task_struct *task = (struct task_struct *)bpf_get_current_task();
+	__u64 since_ns = held_since(task);
+
+	if (!since_ns)
+		return 0;
+	if (is_iolatency(ctx))
+		count_iolatency(ctx, task, since_ns);
+	else
+		count_wbt(ctx, task, since_ns);
 	return 0;
 }

@@ -14,24 +14,28 @@
 /* Cgroups are those of the v1 memory hierarchy (no v2 hierarchy is mounted). */
 const volatile bool memory_v1;
 
-/* The id of a task's cgroup, in the hierarchy of a controller: the nearest one that has it on. */
-static __always_inline __u64 task_cgroup(struct task_struct *task, __u32 controller)
+/* What a controller has for a task: that of the nearest cgroup where it is on. */
+static __always_inline struct cgroup_subsys_state *task_css(struct task_struct *task,
+							    __u32 controller)
 {
 	struct css_set *cgroups = BPF_CORE_READ(task, cgroups);
 	struct cgroup_subsys_state *css = NULL, **subsys;
 
 	subsys = __builtin_preserve_access_index(&cgroups->subsys[0]);
 	bpf_probe_read_kernel(&css, sizeof(css), subsys + controller);
-	return BPF_CORE_READ(css, cgroup, kn, id);
+	return css;
 }
 
 /* The id of the current task's cgroup, in the hierarchy that names tasks. */
 static __always_inline __u64 current_cgroup(void)
 {
+	struct cgroup_subsys_state *css;
+
 	if (!memory_v1)
 		return bpf_get_current_cgroup_id();
-	return task_cgroup((struct task_struct *)bpf_get_current_task(),
-			   bpf_core_enum_value(enum cgroup_subsys_id, memory_cgrp_id));
+	css = task_css((struct task_struct *)bpf_get_current_task(),
+		       bpf_core_enum_value(enum cgroup_subsys_id, memory_cgrp_id));
+	return BPF_CORE_READ(css, cgroup, kn, id);
 }
 
 /*

@@ -168,6 +168,21 @@ struct wbt_wait_data {
 	struct rq_wb *rwb;
 };
 
+struct blkg_policy_data {
+	struct blkcg_gq *blkg;
+};
+
+struct blk_iolatency {
+	struct rq_qos rqos;
+};
+
+/* What io.latency knows of a cgroup on a disk; with CONFIG_BLK_CGROUP_IOLATENCY. */
+struct iolatency_grp {
+	struct blkg_policy_data pd;
+	struct blk_iolatency *blkiolat;
+	struct rq_wait rq_wait;
+};
+
 /* Before 5.15 a queue knows its disk as the directory that it has in sysfs. */
 struct kobject {
 	struct kobject *parent;

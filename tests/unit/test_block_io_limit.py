@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar, cast
@@ -203,10 +203,15 @@ def test_a_wait_that_ends_after_its_disk_was_forgotten(machine: Machine) -> None
 
 
 class Btf:
-    """What a kernel's BTF says of functions: names and numbers of arguments."""
+    """What a kernel's BTF says of functions: names and numbers of arguments; and that fexit of
+    those that sleep is safe, or not."""
 
-    def __init__(self, **functions: int) -> None:
+    def __init__(self, functions: Mapping[str, int], safe: bool) -> None:
         self.functions = functions
+        self.structs = ("bpf_tramp_image",) if safe else ()
+
+    def has_struct(self, name: str) -> bool:
+        return name in self.structs
 
     def has_function(self, name: str) -> bool:
         return name in self.functions
@@ -218,9 +223,9 @@ class Btf:
         return name == "bpf_tramp_image"
 
 
-def kernel(**functions: int) -> Kernel:
+def kernel(functions: Mapping[str, int], safe: bool = True) -> Kernel:
     made = Kernel.__new__(Kernel)
-    made.btf = Btf(**functions)  # type: ignore[assignment]
+    made.btf = Btf(functions, safe)  # type: ignore[assignment]
     return made
 
 
@@ -232,11 +237,11 @@ def kernel(**functions: int) -> Kernel:
         {"throtl_pop_queued": 4, "throtl_add_bio_tg": 3},
         {"rq_qos_wait": 4},
     ],
-    ids=["none", "one of two", "arguments that are not known", "iolatency's"],
+    ids=["none", "one of two", "arguments that are not known", "nobody who waits there"],
 )
 def test_kernels_without_functions_to_hook(machine: Machine, functions: dict[str, int]) -> None:
     with pytest.raises(Refused) as refusal:
-        BlockIoLimit().load(kernel(**functions), machine.cgroups.hierarchies)
+        BlockIoLimit().load(kernel(functions), machine.cgroups.hierarchies)
     assert refusal.value.reason == "not in this kernel"
 
 
@@ -247,6 +252,7 @@ ALL = {
     "iocg_wake_fn": 4,
     "rq_qos_wait": 4,
     "wbt_inflight_cb": 2,
+    "iolat_acquire_inflight": 2,
 }
 BUG = Refused("refused by the verifier", "invalid mem access", "report this")
 
@@ -256,46 +262,91 @@ class Loaded:
 
     maps: ClassVar[dict[str, object]] = {"block_io_limit": None}
 
-    def __init__(self, cannot_attach: str) -> None:
+    def __init__(self, programs: Sequence[str], cannot_attach: str) -> None:
+        self.programs = programs
+        self.attached: list[str] = []
         self._cannot_attach = cannot_attach
 
     def attach(self, program: str) -> None:
+        assert program in self.programs
+        assert program not in self.attached, "its hook would run twice"
         if program == self._cannot_attach:
             raise BpfError(524, f"attach {program}")
+        self.attached.append(program)
 
     def close(self) -> None:
         pass
 
 
-def features(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, *, bad: str = "", cannot_attach: str = ""
-) -> dict[str, str]:
-    """Reasons by feature, empty where it is available, on a kernel whose verifier refuses a program
-    and which cannot attach another."""
-
-    def load(file: object, programs: object, constants: object, also: Sequence[str]) -> Loaded:
-        if bad in also:
-            raise BUG
-        return Loaded(cannot_attach)
-
-    monkeypatch.setattr(block_io_limit, "load", load)
-    found = BlockIoLimit().load(kernel(**ALL), machine.cgroups.hierarchies)
-    return {feature.name: feature.reason for feature in found}
+Loading = Callable[..., tuple[dict[str, str], list[str]]]
 
 
-def test_all_policies(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert features(machine, monkeypatch) == {
-        "block_io_limit_max": "",
-        "block_io_limit_iocost": "",
-        "block_io_limit_wbt": "",
-    }
+@pytest.fixture
+def loading(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Loading:
+    """Loads the probe on a kernel without some functions, whose verifier refuses a program and
+    which cannot attach another. Returns reasons by feature, empty where it is available, and the
+    programs in the order of their attachment."""
+
+    def run(
+        *, without: str = "", bad: str = "", cannot_attach: str = "", safe: bool = True
+    ) -> tuple[dict[str, str], list[str]]:
+        def load(file: object, programs: object, constants: object, also: Sequence[str]) -> Loaded:
+            assert len(set(also)) == len(also)
+            if bad in also:
+                raise BUG
+            return Loaded(also, cannot_attach)
+
+        monkeypatch.setattr(block_io_limit, "load", load)
+        functions = {name: arity for name, arity in ALL.items() if name != without}
+        probe = BlockIoLimit()
+        found = probe.load(kernel(functions, safe), machine.cgroups.hierarchies)
+        reasons = {f.name.removeprefix("block_io_limit_"): f.reason for f in found}
+        return reasons, cast(Loaded, probe.bpf).attached
+
+    return run
 
 
-def test_a_refused_program_takes_no_other_policy_down(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
+FIRST = ["throttle_release", "throttle_hold", "iocost_release", "iocost_hold"]
+NOT_THERE = "not in this kernel"
+
+
+@pytest.mark.parametrize(
+    ("without", "absent", "last"),
+    [
+        ("", set(), ["wbt_or_iolatency_exit", "qos_enter"]),
+        ("iolat_acquire_inflight", {"iolatency"}, ["wbt_exit", "qos_enter"]),
+        ("wbt_inflight_cb", {"wbt"}, ["iolatency_exit", "qos_enter"]),
+        ("rq_qos_wait", {"wbt", "iolatency"}, []),
+    ],
+    ids=["all", "no io.latency", "no wbt", "neither"],
+)
+def test_programs_are_those_of_the_policies_that_the_kernel_has(
+    loading: Loading, without: str, absent: set[str], last: list[str]
 ) -> None:
-    assert features(machine, monkeypatch, bad="wbt_exit", cannot_attach="iocost_hold") == {
-        "block_io_limit_max": "",
-        "block_io_limit_iocost": "needs fentry",
-        "block_io_limit_wbt": BUG.reason,
+    reasons, attached = loading(without=without)
+    assert reasons == {
+        name: NOT_THERE if name in absent else "" for name in ("max", "iocost", "wbt", "iolatency")
     }
+    assert attached == FIRST + last
+
+
+def test_a_refused_program_takes_no_other_policy_down(loading: Loading) -> None:
+    reasons, attached = loading(bad="wbt_or_iolatency_exit", cannot_attach="iocost_hold")
+    assert reasons == {
+        "max": "",
+        "iocost": "needs fentry",
+        "wbt": BUG.reason,
+        "iolatency": BUG.reason,
+    }
+    assert attached == FIRST[:3]
+
+
+def test_where_fexit_of_sleepers_is_not_safe_it_is_not_used(loading: Loading) -> None:
+    reasons, attached = loading(safe=False)
+    assert reasons == {
+        "max": "",
+        "iocost": "",
+        "wbt": "unsafe fexit",
+        "iolatency": "unsafe fexit",
+    }
+    assert attached == FIRST

@@ -204,7 +204,8 @@ BLOCK_IO_LIMIT_SECONDS = _metric(
     "block_io_limit_seconds",
     Kind.HISTOGRAM,
     "Time that IO of the cgroup was held back by a limit before it became a request: max (io.max "
-    "or blkio.throttle) or qos (iocost, wbt). Only IO that was held is observed.",
+    "or blkio.throttle) or qos (io.latency, iocost, wbt). Only IO that was held is observed. Not "
+    "counted are the sleeps on return to user space by which io.latency and iocost collect debts.",
     ("cgroup", "device", "limit"),
     "seconds",
     _LIMIT,

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 from writeback_exporter.collector import Host
 from writeback_exporter.features import Feature, Refused
@@ -36,9 +37,14 @@ _POLICIES = {
         ("throtl_add_bio_tg", "throtl_pop_queued"), ("throttle_release", "throttle_hold")
     ),
     "iocost": _Policy(("iocg_kick_waitq", "iocg_wake_fn"), ("iocost_release", "iocost_hold")),
-    # iolatency waits in rq_qos_wait() too, hence the function that only wbt has.
-    "wbt": _Policy(("rq_qos_wait", "wbt_inflight_cb"), ("wbt_exit", "wbt_enter"), sleeps=True),
+    # Both wait in rq_qos_wait(), and each has a function that only it calls there.
+    "wbt": _Policy(("rq_qos_wait", "wbt_inflight_cb"), ("wbt_exit", "qos_enter"), sleeps=True),
+    "iolatency": _Policy(
+        ("rq_qos_wait", "iolat_acquire_inflight"), ("iolatency_exit", "qos_enter"), sleeps=True
+    ),
 }
+_WBT_AND_IOLATENCY = ("wbt_or_iolatency_exit", "qos_enter")
+"""The programs of both, where the kernel has both: a hook that runs twice costs twice."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,7 +56,7 @@ class _Disk(Disk):
 
 
 class BlockIoLimit(Probe):
-    """Time that io.max, iocost and wbt hold IO back, by cgroup and disk; needs fentry."""
+    """Time that io.max, io.latency, iocost and wbt hold IO, by cgroup and disk; needs fentry."""
 
     name = "block_io_limit"
 
@@ -84,14 +90,15 @@ class BlockIoLimit(Probe):
                     kernel.require_fexit_of_sleepers()
                 except Refused as refusal:
                     refusals[name] = refusal
-        self.bpf = self._load_what_can_be(constants, refusals)
-        for name, policy in _POLICIES.items():
-            if name not in refusals:
-                try:
-                    for program in policy.programs:
+        programs = _programs(_POLICIES.keys() - refusals.keys())
+        self.bpf = self._load_what_can_be(constants, programs, refusals)
+        for name in [name for name in programs if name not in refusals]:
+            try:
+                for program in programs[name]:
+                    if program not in self.bpf.attached:
                         self.bpf.attach(program)
-                except BpfError as error:
-                    refusals[name] = _needs_fentry(str(error))
+            except BpfError as error:
+                refusals[name] = _needs_fentry(str(error))
         if len(refusals) == len(_POLICIES):
             self.close()
             raise refusals["max"]
@@ -104,23 +111,26 @@ class BlockIoLimit(Probe):
         ]
 
     def _load_what_can_be(
-        self, constants: Mapping[str, int], refusals: dict[str, Refused]
+        self,
+        constants: Mapping[str, int],
+        programs: Mapping[str, tuple[str, ...]],
+        refusals: dict[str, Refused],
     ) -> Object:
-        """The programs of all policies that are not refused; where the kernel refuses them, of
-        those that it does not refuse alone. Raises Refused where there are none."""
-        if programs := _programs_except(refusals):
+        """The programs of all policies; where the kernel refuses them, of those that it does not
+        refuse alone. Raises Refused where there are none."""
+        if programs:
             try:
-                return load(self.file, (), constants, also=programs)
+                return load(self.file, (), constants, also=_all(programs.values()))
             except Refused as refusal:
                 if refusal.reason == "not permitted":
                     raise _needs_fentry(refusal.detail) from refusal
-        for name in _POLICIES.keys() - refusals.keys():
+        for name, alone in programs.items():
             try:
-                load(self.file, (), constants, also=_POLICIES[name].programs).close()
+                load(self.file, (), constants, also=alone).close()
             except Refused as refusal:
                 refusals[name] = refusal
-        if programs := _programs_except(refusals):
-            return load(self.file, (), constants, also=programs)
+        if good := _all(programs[name] for name in programs if name not in refusals):
+            return load(self.file, (), constants, also=good)
         raise refusals["max"]
 
     def read(self) -> None:
@@ -185,8 +195,19 @@ def _is_in(kernel: Kernel, policy: _Policy) -> bool:
     )
 
 
-def _programs_except(refused: Collection[str]) -> list[str]:
-    return [p for name, policy in _POLICIES.items() if name not in refused for p in policy.programs]
+def _programs(names: Collection[str]) -> dict[str, tuple[str, ...]]:
+    """Of each of these policies of a kernel."""
+    both = {"wbt", "iolatency"}
+    return {
+        name: _WBT_AND_IOLATENCY if name in both and both <= set(names) else policy.programs
+        for name, policy in _POLICIES.items()
+        if name in names
+    }
+
+
+def _all(programs: Iterable[tuple[str, ...]]) -> list[str]:
+    """Each once: policies share some."""
+    return list(dict.fromkeys(chain.from_iterable(programs)))
 
 
 def _not_in_this_kernel(name: str) -> Refused:
