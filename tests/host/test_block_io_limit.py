@@ -35,4 +35,4 @@ def test_no_series_says_that_nothing_was_held(exporter: lab.Exporter) -> None:
     assert scrape.sum("exporter_feature_available", feature="block_io_limit") == 0
     assert scrape.sum("exporter_feature_available", feature="block_io") == 1
     assert "writeback_block_io_limit_seconds" not in scrape.text
-    assert not scrape.select("exporter_map_entries", map="limit_held")
+    assert not scrape.select("exporter_map_entries", map="block_io_limit/limit_held")

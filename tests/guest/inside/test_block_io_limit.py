@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,7 @@ import pytest
 from tests import lab
 from tests.guest.inside.kernel import TRACING, dirty_limits
 from tests.guest.inside.test_main_signals import FAST, MIB, SLOW
-from tests.lab import BUFFERED_WRITER, DIRECT_READER, DIRECT_WRITER, Cgroup, Scrape
+from tests.lab import BUFFERED_WRITER, DIRECT_READER, DIRECT_WRITER, Cgroup, Disk, Scrape
 from writeback_exporter.exporter import Exporter
 from writeback_exporter.metrics.exposition import negotiate, render
 from writeback_exporter.settings import Settings
@@ -56,9 +56,9 @@ class Seen:
 
     scrape: Scrape
 
-    def waits(self, cgroup: str, limit: str) -> tuple[int, float]:
+    def waits(self, cgroup: str, limit: str, disk: Disk = FAST) -> tuple[int, float]:
         """Their number and seconds."""
-        labels = {"cgroup": cgroup, "limit": limit, "device": FAST.name}
+        labels = {"cgroup": cgroup, "limit": limit, "device": disk.name}
         count = self.scrape.sum("block_io_limit_seconds_count", **labels)
         return int(count), self.scrape.sum("block_io_limit_seconds_sum", **labels)
 
@@ -173,6 +173,7 @@ def test_all_is_available(exporter: Exporter) -> None:
     available = {f.name: (f.available, f.detail) for f in exporter.features}
     for name in ("", "_max", "_iocost", "_wbt"):
         assert available[f"block_io_limit{name}"] == (True, "")
+    assert available["block_io_limit_iolatency"][0] == has_io_latency()
 
 
 @pytest.mark.parametrize("limit", [{"wbps": RATE}, {"wiops": RATE // SIZE}], ids=["wbps", "wiops"])
@@ -216,27 +217,33 @@ def test_io_that_no_limit_holds_costs_nothing(exporter: Exporter) -> None:
         assert not {"/free", "/below"} & after.cgroups
 
 
+@contextmanager
+def inner(above: Cgroup) -> Iterator[Cgroup]:
+    """A cgroup below another."""
+    (above.directory / "cgroup.subtree_control").write_text("+io")
+    group = Cgroup(above.directory / "inner", f"{above.label}/inner")
+    group.directory.mkdir()
+    try:
+        yield group
+    finally:
+        until(lambda: not (group.directory / "cgroup.procs").read_text())
+        group.directory.rmdir()
+
+
 def test_nested_limits_are_one_wait(exporter: Exporter) -> None:
     """The bio waits for its own cgroup's limit, then for the one above: from the first on."""
-    with limited("above", wbps=RATE) as above:
-        (above.directory / "cgroup.subtree_control").write_text("+io")
-        inner = Cgroup(above.directory / "inner", "/above/inner")
-        inner.directory.mkdir()
-        try:
-            io_max(inner, wbps=2 * RATE)
-            with Calls(*THROTTLE) as calls:
-                took = float(lab.run_in([inner], TIMED_WRITER, FAST.path, SIZE, COUNT, 0))
-            seen = see(exporter)
-            count, seconds = seen.waits(inner.label, "max")
-            assert count == calls.count("throtl_add_bio_tg", *SUBMIT)
-            assert calls.count("throtl_add_bio_tg", "tg_dispatch_one_bio") > count / 2
-            assert COUNT / 2 < count <= COUNT
-            assert calls.held() - 0.001 * count < seconds < took
-            assert "/above" not in seen.cgroups
-            seen.check()
-        finally:
-            until(lambda: not (inner.directory / "cgroup.procs").read_text())
-            inner.directory.rmdir()
+    with limited("above", wbps=RATE) as above, inner(above) as group:
+        io_max(group, wbps=2 * RATE)
+        with Calls(*THROTTLE) as calls:
+            took = float(lab.run_in([group], TIMED_WRITER, FAST.path, SIZE, COUNT, 0))
+        seen = see(exporter)
+        count, seconds = seen.waits(group.label, "max")
+        assert count == calls.count("throtl_add_bio_tg", *SUBMIT)
+        assert calls.count("throtl_add_bio_tg", "tg_dispatch_one_bio") > count / 2
+        assert COUNT / 2 < count <= COUNT
+        assert calls.held() - 0.001 * count < seconds < took
+        assert "/above" not in seen.cgroups
+        seen.check()
 
 
 def test_a_buffered_writer(exporter: Exporter, tmp_path: Path) -> None:
@@ -364,8 +371,142 @@ def test_wbt_holds_the_flusher(exporter: Exporter) -> None:
         # A task that was woken before it slept is in ftrace's count, and not in ours.
         assert 0 < sum(counts.values()) <= sleeps(calls.all, "")
         # Twice for each buffered write: that is what wbt costs that holds nothing.
-        waited = calls.count("rq_qos_wait", "")
-        for program in ("wbt_enter", "wbt_exit"):
-            name = f"block_io_limit/{program}"
-            assert seen.runs[name] - before.runs[name] == waited
+        assert qos_runs(seen, before) == [calls.count("rq_qos_wait", "")] * 2
         seen.check()
+
+
+def qos_runs(seen: Seen, before: Seen) -> list[float]:
+    """Of each program on rq_qos_wait()."""
+    programs = {"qos_enter", "wbt_exit", "iolatency_exit", "wbt_or_iolatency_exit"}
+    return [
+        runs - before.runs[program]
+        for program, runs in seen.runs.items()
+        if program.removeprefix("block_io_limit/") in programs
+    ]
+
+
+def runs_of_a_write(exporter: Exporter, group: Cgroup) -> float:
+    before = see(exporter)
+    lab.run_in([group], DIRECT_WRITER, FAST.path, 4096, 1, 0)
+    return sum(qos_runs(see(exporter), before))
+
+
+def has_io_latency() -> bool:
+    """Whether the kernel has it: only in cgroups below the root."""
+    with lab.cgroup(lab.hierarchies().io, "any") as group:
+        return (group.directory / "io.latency").exists()
+
+
+NO_IO_LATENCY = "the kernel has no io.latency (CONFIG_BLK_CGROUP_IOLATENCY)"
+THREADS = 4
+THREADED_WRITER = """
+import mmap, threading, time
+path, threads, size, count = arguments[0], *map(int, arguments[1:4])
+buffer = mmap.mmap(-1, size)
+fd = os.open(path, os.O_WRONLY | os.O_DIRECT)
+def write(thread):
+    for i in range(count):
+        os.pwrite(fd, buffer, (thread * count + i) * size)
+writers = [threading.Thread(target=write, args=(i,)) for i in range(threads)]
+begin = time.monotonic()
+for writer in writers:
+    writer.start()
+for writer in writers:
+    writer.join()
+print(time.monotonic() - begin)
+"""
+ENDLESS_READER = """
+import mmap
+buffer = mmap.mmap(-1, 4096)
+fd = os.open(arguments[0], os.O_RDONLY | os.O_DIRECT)
+while True:
+    os.preadv(fd, [buffer], 0)
+"""
+
+
+@contextmanager
+def io_latency() -> Iterator[Cgroup]:
+    """A cgroup that reads from the slow disk all the time, and is promised a latency that no disk
+    has. All others there are held for it, soon to a single request at a time."""
+    if not has_io_latency():
+        pytest.skip(NO_IO_LATENCY)
+    with (
+        lab.cgroup(lab.hierarchies().io, "promised") as group,
+        # As few requests as can be: the kernel halves them twice a second. And not wbt.
+        SLOW.queue(nr_requests="4", wbt_lat_usec="0"),
+    ):
+        (group.directory / "io.latency").write_text(f"{SLOW.dev} target=1")
+        reader = lab.spawn_in([group], ENDLESS_READER, SLOW.path)
+        try:
+            yield group
+        finally:
+            reader.kill()
+            reader.communicate()
+            (group.directory / "io.latency").write_text(f"{SLOW.dev} target=max")
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_io_latency_holds_direct_writers(exporter: Exporter, nested: bool) -> None:
+    """The waits are the writers', also where it is the cgroup above that is held."""
+    with (
+        io_latency() as promised,
+        lab.cgroup(lab.hierarchies().io, f"held-{nested}") as held,
+        inner(held) if nested else nullcontext(held) as group,
+    ):
+        before = see(exporter)
+        with Calls("rq_qos_wait", "io_schedule") as calls:
+            output = lab.run_in([group], THREADED_WRITER, SLOW.path, THREADS, SIZE, COUNT)
+        seen = see(exporter)
+        count, seconds = seen.waits(group.label, "qos", SLOW)
+        slept = sleeps(calls.all, "")
+        # A task that was woken before it slept is in ftrace's count, and not in ours.
+        assert slept / 2 < count <= slept
+        assert 0 < seconds < THREADS * float(output)
+        # Nobody else has waited: neither who was promised something nor the cgroup above.
+        assert seen.cgroups - before.cgroups == {group.label}
+        assert promised.label not in seen.cgroups
+        assert seen.waits(group.label, "max", SLOW) == (0, 0)
+        seen.check()
+
+
+def test_io_latency_holds_the_flusher(exporter: Exporter) -> None:
+    """Whose wait is that of the cgroup whose pages it writes."""
+    with (
+        io_latency(),
+        lab.cgroup(lab.hierarchies().io, "dirtied") as group,
+        dirty_limits(65536, 64 * MIB),
+    ):
+        before = see(exporter)
+        with Calls("rq_qos_wait", "io_schedule") as calls:
+            lab.run_in([group], BUFFERED_WRITER, SLOW.path, 8 * MIB)
+            lab.sh("sync")
+        seen = see(exporter)
+        count, seconds = seen.waits(group.label, "qos", SLOW)
+        assert 0 < count <= sleeps(calls.all, "kworker")
+        assert seconds > 0
+        assert seen.cgroups - before.cgroups == {group.label}
+        seen.check()
+
+
+def test_io_latency_that_holds_nothing(exporter: Exporter) -> None:
+    """2 runs a bio while a cgroup has it on the disk, and none any more when it has not."""
+    if not has_io_latency():
+        pytest.skip(NO_IO_LATENCY)
+    with lab.cgroup(lab.hierarchies().io, "latency") as group:
+        target = group.directory / "io.latency"
+        target.write_text(f"{FAST.dev} target=10000000")
+        before = see(exporter)
+        with Calls("rq_qos_wait") as calls:
+            lab.run_in([group], DIRECT_WRITER, FAST.path, 4096, 100, 0)
+            lab.run_in([group], DIRECT_READER, FAST.path, 4096, 100, 0)
+        seen = see(exporter)
+        assert qos_runs(seen, before) == [calls.count("rq_qos_wait", "")] * 2
+        assert calls.count("rq_qos_wait", "") == 200
+        target.write_text(f"{FAST.dev} target=max")
+        until(lambda: not runs_of_a_write(exporter, group))
+        before = see(exporter)
+        lab.run_in([group], DIRECT_WRITER, FAST.path, 4096, 100, 0)
+        lab.run_in([group], DIRECT_READER, FAST.path, 4096, 100, 0)
+        after = see(exporter)
+        assert after.runs == before.runs
+        assert group.label not in after.cgroups
