@@ -428,7 +428,6 @@ static __always_inline bool is_within(struct cgroup_subsys_state *css,
 {
 	__u32 i;
 
-#pragma unroll
 	for (i = 0; i < LEVELS; i++) {
 		if (css == top)
 			return true;

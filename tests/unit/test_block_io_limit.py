@@ -219,9 +219,6 @@ class Btf:
     def function_arity(self, name: str) -> int | None:
         return self.functions.get(name)
 
-    def has_struct(self, name: str) -> bool:
-        return name == "bpf_tramp_image"
-
 
 def kernel(functions: Mapping[str, int], safe: bool = True) -> Kernel:
     made = Kernel.__new__(Kernel)
