@@ -96,8 +96,13 @@ class Rings:
     """Of the rings in the order that they were asked for, then a copy of the first."""
 
     def fields(self, fd: int) -> dict[str, int]:
-        text = Path(f"/proc/{self.process.pid}/fdinfo/{fd}").read_text()
-        return {key: int(n) for key, n in re.findall(r"^(Sq\w+):\s+(-?\d+)$", text, re.MULTILINE)}
+        for _ in range(200):
+            text = Path(f"/proc/{self.process.pid}/fdinfo/{fd}").read_text()
+            found = re.findall(r"^(Sq\w+):\s+(-?\d+)$", text, re.MULTILINE)
+            if any(key == "SqThread" for key, _ in found):  # else the ring's lock was held just now
+                break
+            time.sleep(0.01)
+        return {key: int(number) for key, number in found}
 
     def at_rest(self, fd: int) -> Times:
         """The thread's times, once it sleeps and they stand still."""

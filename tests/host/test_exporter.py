@@ -27,6 +27,15 @@ def is_known(exporter: Exporter, cgroup: tuple[int, int]) -> bool:
     return exporter.host.cgroups.name(exporter.hierarchies.task, cgroup[1]) != cgroups.OTHER
 
 
+def scrapes_until_forgotten(exporter: Exporter, cgroup: tuple[int, int]) -> list[lab.Scrape]:
+    scrapes: list[lab.Scrape] = []
+    while is_known(exporter, cgroup):  # its release may take a moment
+        assert len(scrapes) < 500
+        scrapes.append(lab.scrape(exporter))
+        time.sleep(0.02)
+    return scrapes
+
+
 @pytest.fixture
 def short_retention(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cgroups, "RETENTION_SECONDS", 0.0)
@@ -39,11 +48,7 @@ def test_one_that_keeps_nothing_holds_up_no_forgetting(monkeypatch: pytest.Monke
         monkeypatch.setattr(reader, "_procfs", "/nowhere")
         monkeypatch.setattr(reader, "_vmstat", None)  # as after a bug of ours
         gone = gone_cgroup(exporter)
-        scrapes: list[lab.Scrape] = []
-        while is_known(exporter, gone):  # its release may take a moment
-            assert len(scrapes) < 500
-            scrapes.append(lab.scrape(exporter))
-            time.sleep(0.02)
+        scrapes = scrapes_until_forgotten(exporter, gone)
     for scrape in scrapes:
         assert scrape.sum("exporter_collector_success", collector="host_memory") == 0
         assert scrape.sum("exporter_collector_success", collector="block_io") == 1
@@ -70,9 +75,7 @@ def test_one_that_fails_for_good_is_waited_for_but_not_for_ever(
         for _ in range(5):
             lab.scrape(exporter)
         assert is_known(exporter, cgroup)
-        for _ in range(3):
-            lab.scrape(exporter)
-        assert not is_known(exporter, cgroup)
+        scrapes_until_forgotten(exporter, cgroup)
         monkeypatch.setattr(reader, "read", works)
         scrape = lab.scrape(exporter)
         assert scrape.sum("exporter_collector_success", collector="bdi") == 1
