@@ -5,18 +5,15 @@
  *	io.max	blk-throttle queues the bio, once a cgroup that it passes on its way up:
  *		throttle_hold, throttle_release
  *	iocost	the submitting task waits in a queue of the cgroup's: iocost_hold, iocost_release
- *	wbt	the task that writes back waits for others' requests to end: qos_enter, and one of
- *		wbt_exit and wbt_or_iolatency_exit
+ *	wbt	the task that writes back waits for others' requests to end: wbt_hold, wbt_release
  *	io.latency
  *		the task that submits waits until requests of its cgroup, or of one above, end:
- *		qos_enter, and one of iolatency_exit and wbt_or_iolatency_exit
+ *		iolatency_enter, iolatency_exit
  *
- * Each hook is a function that the kernel calls for IO that is held, and for no other. wbt and
- * io.latency have none such. Theirs run, held or not, for each buffered write to a disk where wbt
- * is on, and on a disk where a cgroup has an io.latency for each bio, once a level of its cgroup.
- *
- * A kernel may have only one of the two, and programs of the other refer to types that are missing
- * there: hence three programs for one hook, of which one is loaded.
+ * Each hook is a function that the kernel calls for IO that is held; prepare_to_wait_exclusive()
+ * also for some that wait for something else. io.latency's run, held or not, for each bio on a disk
+ * where a cgroup has an io.latency, once a level of its cgroup, and for each buffered write to a
+ *disk where wbt is on; but they are loaded only where the kernel has io.latency.
  *
  * See README.md here for keys, values, kernels and cost.
  */
@@ -77,7 +74,7 @@ struct hold {
 	__u64 task; /* that waits in iocost's queue */
 };
 
-/* By address, of the bio (io.max) or of the task's entry in the queue (iocost). */
+/* By address, of the bio (io.max) or of the task's entry in a queue (iocost, wbt). */
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
 	__uint(max_entries, 16384);
@@ -360,7 +357,7 @@ static __always_inline struct waiter *slot_of_waiter(__u32 tid)
 
 /* (rq_wait, private_data, ...): room for another request is taken, or waited for. */
 SEC("fentry/rq_qos_wait")
-int qos_enter(__u64 *ctx)
+int iolatency_enter(__u64 *ctx)
 {
 	struct task_struct *task = (struct task_struct *)bpf_get_current_task();
 	__u32 tid = bpf_get_current_pid_tgid();
@@ -404,15 +401,61 @@ static __always_inline void count_qos(struct rq_qos *rqos, struct cgroup_subsys_
 		drop(DROP_LIMIT_DISKS);
 }
 
-static __always_inline void count_wbt(__u64 *ctx, struct task_struct *task, __u64 since_ns)
+/*
+ * (queue, entry, state): a task is about to sleep. In rq_qos_wait(), where there was no room, the
+ * entry is in a struct that names the queue's owner; of others the same place holds anything, but
+ * hardly this queue.
+ */
+SEC("fentry/prepare_to_wait_exclusive")
+int wbt_hold(__u64 *ctx)
 {
-	struct wbt_wait_data *data = (void *)ctx[1];
-	struct rq_wb *rwb = BPF_CORE_READ(data, rwb);
-	__u64 place = number(&ctx[0]) - (__u64)__builtin_preserve_access_index(&rwb->rq_wait);
+	__u64 address = number(&ctx[1]);
+	struct rq_qos_wait_data *data =
+		(void *)address - bpf_core_field_offset(struct rq_qos_wait_data, wq);
+	struct rq_wait *room = BPF_CORE_READ(data, rqw);
+	struct wbt_wait_data *private;
+	struct hold hold = {};
+	struct rq_wb *rwb;
+	__u64 place;
 
-	/* Of others that wait here the private data is something else. */
-	if (place < bpf_core_field_size(rwb->rq_wait))
-		count_qos(__builtin_preserve_access_index(&rwb->rqos), submitter(task), since_ns);
+	if ((__u64)__builtin_preserve_access_index(&room->wait) != number(&ctx[0]))
+		return 0;
+	private = BPF_CORE_READ(data, private_data);
+	rwb = BPF_CORE_READ(private, rwb);
+	place = (__u64)room - (__u64)__builtin_preserve_access_index(&rwb->rq_wait);
+	/* Of io.latency, which waits here too, the private data is something else. */
+	if (place >= bpf_core_field_size(rwb->rq_wait))
+		return 0;
+	hold.key.cgroup = BPF_CORE_READ(submitter((struct task_struct *)bpf_get_current_task()),
+					cgroup, kn, id);
+	hold.key.limit = LIMIT_QOS;
+	if (!know_disk(&hold.key, qos_disk(__builtin_preserve_access_index(&rwb->rqos)))) {
+		drop(DROP_LIMIT_DISKS);
+		return 0;
+	}
+	hold.since_ns = bpf_ktime_get_ns();
+	/* There may be one of a task that got room before it slept. */
+	if (bpf_map_update_elem(&limit_held, &address, &hold, BPF_ANY) == -E2BIG)
+		drop(DROP_LIMIT_HELD);
+	return 0;
+}
+
+/* (entry, mode, flags, key) = 1 where the task has got room; its stack is another's soon. */
+SEC("fexit/rq_qos_wake_function")
+int wbt_release(__u64 *ctx)
+{
+	struct hold *found, hold;
+	__u64 address = number(&ctx[0]);
+
+	if ((int)ctx[4] != 1)
+		return 0;
+	found = bpf_map_lookup_elem(&limit_held, &address);
+	if (!found)
+		return 0;
+	hold = *found;
+	bpf_map_delete_elem(&limit_held, &address);
+	count_wait(&hold.key, hold.since_ns);
+	return 0;
 }
 
 static __always_inline bool is_iolatency(__u64 *ctx)
@@ -455,17 +498,6 @@ static __always_inline void count_iolatency(__u64 *ctx, struct task_struct *task
 }
 
 SEC("fexit/rq_qos_wait")
-int wbt_exit(__u64 *ctx)
-{
-	struct task_struct *task = (struct task_struct *)bpf_get_current_task();
-	__u64 since_ns = held_since(task);
-
-	if (since_ns)
-		count_wbt(ctx, task, since_ns);
-	return 0;
-}
-
-SEC("fexit/rq_qos_wait")
 int iolatency_exit(__u64 *ctx)
 {
 	struct task_struct *task = (struct task_struct *)bpf_get_current_task();
@@ -473,20 +505,5 @@ int iolatency_exit(__u64 *ctx)
 
 	if (since_ns && is_iolatency(ctx))
 		count_iolatency(ctx, task, since_ns);
-	return 0;
-}
-
-SEC("fexit/rq_qos_wait")
-int wbt_or_iolatency_exit(__u64 *ctx)
-{
-	struct task_struct *task = (struct task_struct *)bpf_get_current_task();
-	__u64 since_ns = held_since(task);
-
-	if (!since_ns)
-		return 0;
-	if (is_iolatency(ctx))
-		count_iolatency(ctx, task, since_ns);
-	else
-		count_wbt(ctx, task, since_ns);
 	return 0;
 }

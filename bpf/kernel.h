@@ -168,6 +168,13 @@ struct wbt_wait_data {
 	struct rq_wb *rwb;
 };
 
+/* Of a task in rq_qos_wait() that found no room, on its stack. */
+struct rq_qos_wait_data {
+	struct wait_queue_entry wq;
+	struct rq_wait *rqw;
+	void *private_data;
+};
+
 struct blkg_policy_data {
 	struct blkcg_gq *blkg;
 };

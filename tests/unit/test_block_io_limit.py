@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from writeback_exporter.metrics import catalogue
 from writeback_exporter.metrics.exposition import Labels, Snapshot
 from writeback_exporter.names.cgroups import OTHER, OTHER_ID, EventKind
 from writeback_exporter.probes import block_io_limit
+from writeback_exporter.probes import block_io_limit as module
 from writeback_exporter.probes.block_io_limit import BlockIoLimit
 
 MAX, QOS = 0, 1
@@ -89,9 +91,14 @@ class Machine(MachineOfCgroups[dict[Labels, tuple[int, int]]]):
         slots[6] += times
         waits.update(key, changed(layout, None, {"ns": total + times * WAIT_NS, "slots": slots}))
 
-    def hold(self, address: int, gendisk: int, dev: int) -> None:
+    def hold(
+        self, address: int, gendisk: int, dev: int, limit: int = 0, seconds: float = 0.0
+    ) -> None:
+        """IO that has been held for so long."""
         layout = self.probe.file.struct("hold")
-        value = changed(layout, None, {"key.gendisk": gendisk, "key.dev": dev})
+        since_ns = max(0, time.monotonic_ns() - int(seconds * 1e9))
+        values: Values = {"key.gendisk": gendisk, "key.dev": dev, "key.limit": limit}
+        value = changed(layout, None, {**values, "since_ns": since_ns})
         self.maps["limit_held"].update(address.to_bytes(8, "little"), value)
 
 
@@ -193,6 +200,21 @@ def test_a_disk_that_is_back_at_once_carries_on(machine: Machine) -> None:
     assert len(machine.maps["limit_held"].entries) == 1, "what the new disk holds stays"
 
 
+def test_a_task_that_nobody_wakes(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It got room before it slept; what io.max holds may be held for as long."""
+    monkeypatch.setattr(module, "_STALE_NS", 10**9)
+    machine.plug("vda", 254, 16)
+    machine.know("vda", *VDA)
+    machine.hold(0xFFFF888000100000, *VDA, QOS, seconds=2)
+    machine.hold(0xFFFF888000100100, *VDA, QOS)
+    machine.hold(0xFFFF888000100200, *VDA, MAX, seconds=2)
+    machine.scrape()
+    assert {int.from_bytes(key, "little") for key in machine.maps["limit_held"].entries} == {
+        0xFFFF888000100100,
+        0xFFFF888000100200,
+    }
+
+
 def test_a_wait_that_ends_after_its_disk_was_forgotten(machine: Machine) -> None:
     machine.wait(7, *VDA, MAX)
     assert machine.scrape() == {}
@@ -247,6 +269,8 @@ ALL = {
     "throtl_pop_queued": 2,
     "iocg_kick_waitq": 3,
     "iocg_wake_fn": 4,
+    "prepare_to_wait_exclusive": 3,
+    "rq_qos_wake_function": 4,
     "rq_qos_wait": 4,
     "wbt_inflight_cb": 2,
     "iolat_acquire_inflight": 2,
@@ -303,6 +327,8 @@ def loading(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Loading:
     return run
 
 
+WBT = ["wbt_release", "wbt_hold"]
+IOLATENCY = ["iolatency_exit", "iolatency_enter"]
 FIRST = ["throttle_release", "throttle_hold", "iocost_release", "iocost_hold"]
 NOT_THERE = "not in this kernel"
 
@@ -310,12 +336,13 @@ NOT_THERE = "not in this kernel"
 @pytest.mark.parametrize(
     ("without", "absent", "last"),
     [
-        ("", set(), ["wbt_or_iolatency_exit", "qos_enter"]),
-        ("iolat_acquire_inflight", {"iolatency"}, ["wbt_exit", "qos_enter"]),
-        ("wbt_inflight_cb", {"wbt"}, ["iolatency_exit", "qos_enter"]),
-        ("rq_qos_wait", {"wbt", "iolatency"}, []),
+        ("", set(), [*WBT, *IOLATENCY]),
+        ("iolat_acquire_inflight", {"iolatency"}, WBT),
+        ("wbt_inflight_cb", {"wbt"}, IOLATENCY),
+        ("rq_qos_wait", {"iolatency"}, WBT),
+        ("prepare_to_wait_exclusive", {"wbt"}, IOLATENCY),
     ],
-    ids=["all", "no io.latency", "no wbt", "neither"],
+    ids=["all", "no io.latency", "no wbt", "inlined", "inlined elsewhere"],
 )
 def test_programs_are_those_of_the_policies_that_the_kernel_has(
     loading: Loading, without: str, absent: set[str], last: list[str]
@@ -328,14 +355,14 @@ def test_programs_are_those_of_the_policies_that_the_kernel_has(
 
 
 def test_a_refused_program_takes_no_other_policy_down(loading: Loading) -> None:
-    reasons, attached = loading(bad="wbt_or_iolatency_exit", cannot_attach="iocost_hold")
+    reasons, attached = loading(bad="wbt_hold", cannot_attach="iocost_hold")
     assert reasons == {
         "max": "",
         "iocost": "needs fentry",
         "wbt": BUG.reason,
-        "iolatency": BUG.reason,
+        "iolatency": "",
     }
-    assert attached == FIRST[:3]
+    assert attached == [*FIRST[:3], *IOLATENCY]
 
 
 def test_where_fexit_of_sleepers_is_not_safe_it_is_not_used(loading: Loading) -> None:
@@ -343,7 +370,7 @@ def test_where_fexit_of_sleepers_is_not_safe_it_is_not_used(loading: Loading) ->
     assert reasons == {
         "max": "",
         "iocost": "",
-        "wbt": "unsafe fexit",
+        "wbt": "",
         "iolatency": "unsafe fexit",
     }
-    assert attached == FIRST
+    assert attached == FIRST + WBT

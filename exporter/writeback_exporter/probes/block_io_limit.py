@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
 
@@ -16,6 +17,8 @@ from writeback_exporter.metrics.exposition import Labels, Snapshot
 from writeback_exporter.names.cgroups import Hierarchies
 from writeback_exporter.probes.base import CgroupMap, Disk, Probe, disks_that_left
 
+_STALE_NS = 600_000_000_000
+"""No disk that works lets a task wait for so long."""
 _MINOR_BITS = 20  # of the kernel's dev_t (include/linux/kdev_t.h)
 _POP_ARITIES = {2: 0, 3: 1}
 """By number of throtl_pop_queued()'s arguments (2 in 6.12, 3 in 6.18): is the direction one?"""
@@ -37,14 +40,17 @@ _POLICIES = {
         ("throtl_add_bio_tg", "throtl_pop_queued"), ("throttle_release", "throttle_hold")
     ),
     "iocost": _Policy(("iocg_kick_waitq", "iocg_wake_fn"), ("iocost_release", "iocost_hold")),
-    # Both wait in rq_qos_wait(), and each has a function that only it calls there.
-    "wbt": _Policy(("rq_qos_wait", "wbt_inflight_cb"), ("wbt_exit", "qos_enter"), sleeps=True),
+    # The function that only wbt has, for io.latency waits with the same.
+    "wbt": _Policy(
+        ("rq_qos_wake_function", "prepare_to_wait_exclusive", "wbt_inflight_cb"),
+        ("wbt_release", "wbt_hold"),
+    ),
     "iolatency": _Policy(
-        ("rq_qos_wait", "iolat_acquire_inflight"), ("iolatency_exit", "qos_enter"), sleeps=True
+        ("rq_qos_wait", "iolat_acquire_inflight"),
+        ("iolatency_exit", "iolatency_enter"),
+        sleeps=True,
     ),
 }
-_WBT_AND_IOLATENCY = ("wbt_or_iolatency_exit", "qos_enter")
-"""The programs of both, where the kernel has both: a hook that runs twice costs twice."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,6 +73,7 @@ class BlockIoLimit(Probe):
         self._waits = waits.pick("ns", "slots")
         self._key = self._key_layout("block_io_limit").pick("gendisk", "dev", "limit")
         self._held = self._value_layout("limit_held").pick("key.gendisk", "key.dev")
+        self._hold = self._value_layout("limit_held").pick("key.limit", "since_ns")
         self._identity = self._key_layout("limit_disks").pick("gendisk", "dev")
         self._disk_name = self._value_layout("limit_disks").pick("name")
         self._limits = [
@@ -90,13 +97,14 @@ class BlockIoLimit(Probe):
                     kernel.require_fexit_of_sleepers()
                 except Refused as refusal:
                     refusals[name] = refusal
-        programs = _programs(_POLICIES.keys() - refusals.keys())
+        programs = {
+            name: policy.programs for name, policy in _POLICIES.items() if name not in refusals
+        }
         self.bpf = self._load_what_can_be(constants, programs, refusals)
         for name in [name for name in programs if name not in refusals]:
             try:
                 for program in programs[name]:
-                    if program not in self.bpf.attached:
-                        self.bpf.attach(program)
+                    self.bpf.attach(program)
             except BpfError as error:
                 refusals[name] = _needs_fentry(str(error))
         if len(refusals) == len(_POLICIES):
@@ -120,7 +128,9 @@ class BlockIoLimit(Probe):
         refuse alone. Raises Refused where there are none."""
         if programs:
             try:
-                return load(self.file, (), constants, also=_all(programs.values()))
+                return load(
+                    self.file, (), constants, also=[*chain.from_iterable(programs.values())]
+                )
             except Refused as refusal:
                 if refusal.reason == "not permitted":
                     raise _needs_fentry(refusal.detail) from refusal
@@ -129,14 +139,15 @@ class BlockIoLimit(Probe):
                 load(self.file, (), constants, also=alone).close()
             except Refused as refusal:
                 refusals[name] = refusal
-        if good := _all(programs[name] for name in programs if name not in refusals):
+        good = [p for name in programs if name not in refusals for p in programs[name]]
+        if good:
             return load(self.file, (), constants, also=good)
         raise refusals["max"]
 
     def read(self) -> None:
         # Rows first: a disk that is in them is then among those that are read later.
         self._rows.read()
-        self._dump("limit_held")
+        self._give_up_old()
         known, self._disks = self._disks, {}
         self._readings += 1
         for identity, value in self._dump("limit_disks"):
@@ -150,6 +161,14 @@ class BlockIoLimit(Probe):
                 identity=identity,
             )
         self._rows.keep(lambda rest: self._unpacked(rest)[:2] in self._disks)
+
+    def _give_up_old(self) -> None:
+        """A task may have got room before it slept, under wbt: then nobody wakes it."""
+        now = time.monotonic_ns()  # the clock of bpf_ktime_get_ns()
+        for address, hold in self._dump("limit_held"):
+            limit, since_ns = self._hold.unpack(hold)
+            if self._limits[limit] == "qos" and now - since_ns > _STALE_NS:
+                self.map("limit_held").delete(address)
 
     def _unpacked(self, rest: bytes) -> tuple[int, int, int]:
         gendisk, dev, limit = self._key.unpack(bytes(8) + rest)
@@ -193,21 +212,6 @@ def _is_in(kernel: Kernel, policy: _Policy) -> bool:
         "throtl_pop_queued" not in policy.functions
         or kernel.btf.function_arity("throtl_pop_queued") in _POP_ARITIES
     )
-
-
-def _programs(names: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """Of each of these policies of a kernel."""
-    both = {"wbt", "iolatency"}
-    return {
-        name: _WBT_AND_IOLATENCY if name in both and both <= set(names) else policy.programs
-        for name, policy in _POLICIES.items()
-        if name in names
-    }
-
-
-def _all(programs: Iterable[tuple[str, ...]]) -> list[str]:
-    """Each once: policies share some."""
-    return list(dict.fromkeys(chain.from_iterable(programs)))
 
 
 def _not_in_this_kernel(name: str) -> Refused:
