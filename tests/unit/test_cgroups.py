@@ -701,7 +701,8 @@ class Host(RuleBasedStateMachine):
             return
         cgroup = one_of(data, self.dying)
         if self.tell(RELEASE, cgroup, self.dying.pop(cgroup), lost):
-            self.exits[cgroup] = self.now
+            # A walk after lost events may have taken it for released already.
+            self.exits.setdefault(cgroup, self.now)
 
     @rule(seconds=st.sampled_from([0.0, 15.0, 60.0, RETENTION_SECONDS, 1000.0]))
     def scrape(self, seconds: float) -> None:
