@@ -94,7 +94,7 @@ def attempts(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> list[Attempt]:
     """Runs the tests in inside/, in two guests side by side, for an emulated machine keeps but one
-    CPU busy; only those that are selected, with -k."""
+    CPU busy, and a third for a short while; only those that are selected, with -k."""
     selected = [
         str(item.callspec.params["inner"])
         for item in request.session.items

@@ -69,10 +69,16 @@ def _functions(body: Sequence[ast.stmt]) -> Iterator[str]:
             yield from (f"{statement.name}::{name}" for name in _functions(statement.body))
 
 
+# It moves controllers to cgroup v1, which the kernel refuses while a cgroup that other tests made
+# and removed still has a page, on a tmpfs for ever; and it leaves its guest without v2.
+ALONE = "test_without_cgroup_v2"
+
+
 def parts(tests: Sequence[str]) -> list[list[str]]:
-    """What to `run` for these tests, in one or two parts of about as many: modules, where all of a
-    module's are among them, and tests."""
+    """What to `run` for these tests, in parts: modules, where all of a module's are among them, and
+    tests. One or two of about as many tests, and one for the module that must be alone."""
     modules = _by_module(tests)
+    alone = modules.pop(ALONE, [])
     all_of = _by_module(declared())
     dealt: list[tuple[int, list[str]]] = [(0, []), (0, [])]
     for module in sorted(modules, key=lambda module: len(modules[module]), reverse=True):
@@ -81,7 +87,7 @@ def parts(tests: Sequence[str]) -> list[list[str]]:
         count, part = dealt[0]
         whole = set(found) == set(all_of.get(module, ()))
         dealt[0] = count + len(found), [*part, *([module] if whole else found)]
-    return [part for _, part in dealt if part]
+    return [part for part in (*(part for _, part in dealt), alone) if part]
 
 
 def _by_module(tests: Iterable[str]) -> dict[str, list[str]]:

@@ -139,6 +139,8 @@ def test_parts_have_every_test_once(inside: Path) -> None:
     some = suite.parts(["test_sample::test_passes", "test_skipped::test_a"])
     assert sorted(some) == [["test_sample::test_passes"], ["test_skipped"]]
     assert suite.parts(["test_broken::test_a"]) == [["test_broken"]]
+    alone = f"{suite.ALONE}::test_x"
+    assert sorted(suite.parts([*some[0], alone, *some[1]])) == sorted([*some, [alone]])
 
 
 def test_unseen_test(inside: Path, tmp_path: Path) -> None:

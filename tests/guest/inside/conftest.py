@@ -19,8 +19,3 @@ if MARKER not in _PARAMETERS:
 def expected_release() -> str:
     """The release of the kernel that this guest was to boot."""
     return _PARAMETERS[MARKER]
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What leaves the guest with cgroup v1 comes last; sorting keeps the order of the others."""
-    items.sort(key=lambda item: item.path.stem == "test_without_cgroup_v2")

@@ -39,10 +39,9 @@ def v1() -> None:
 
 
 def _mount(controller: str) -> None:
-    # Busy while cgroups of v2 that are gone still have pages, or a loop device a worker for them,
-    # which it keeps for a minute.
+    # Busy while cgroups of v2 that are gone still have pages.
     command = ["mount", "-t", "cgroup", "-o", controller, controller, str(TOP / controller)]
-    for _ in range(900):
+    for _ in range(100):
         Path("/proc/sys/vm/drop_caches").write_text("3")
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode == 0:
