@@ -23,6 +23,7 @@ from writeback_exporter.names.cgroups import (
     Cgroups,
     Hierarchies,
     Hierarchy,
+    printable,
 )
 from writeback_exporter.names.devices import Devices
 
@@ -225,7 +226,7 @@ class BdiMap:
         for key, value in self._probe._dump("bdis"):
             bdi = int.from_bytes(key, sys.byteorder)
             (name,) = self._name.unpack(value)
-            text = name.split(b"\0", 1)[0].decode("utf-8", "backslashreplace")
+            text = c_string(name)
             self.known[bdi] = Bdi(bdi, text, value)
             if bdi in before:
                 self.known[bdi].gone_since = before[bdi].gone_since
@@ -319,6 +320,11 @@ def carry(
     for labels, row in leaving:
         table.add(labels, row)
     return {labels: bytes(row) for labels, row in table.rows.items() if in_use(labels)}
+
+
+def c_string(padded: bytes) -> str:
+    """A name as a kernel struct has it, as a label value."""
+    return printable(padded.split(b"\0", 1)[0])
 
 
 def _sum(left: bytes | memoryview, right: bytes | memoryview) -> bytes:

@@ -22,7 +22,15 @@ from writeback_exporter.names.cgroups import (
     Hierarchy,
 )
 from writeback_exporter.names.devices import Devices
-from writeback_exporter.probes.base import Disk, Probe, Row, Table, carry, disks_that_left
+from writeback_exporter.probes.base import (
+    Disk,
+    Probe,
+    Row,
+    Table,
+    c_string,
+    carry,
+    disks_that_left,
+)
 
 log = logging.getLogger(__name__)
 
@@ -182,7 +190,7 @@ class BlockIo(Probe):
                 identity=identity,
                 dev=f"{dev >> 32}:{dev & 0xFFFFFFFF}",
                 value=value,
-                name=name.split(b"\0", 1)[0].decode("utf-8", "backslashreplace"),
+                name=c_string(name),
                 seen=self._readings,
             )
             old = known.get(index)

@@ -15,7 +15,7 @@ from writeback_exporter.kernel.loader import Kernel, load
 from writeback_exporter.metrics import catalogue
 from writeback_exporter.metrics.exposition import Labels, Snapshot
 from writeback_exporter.names.cgroups import Hierarchies
-from writeback_exporter.probes.base import CgroupMap, Disk, Probe, disks_that_left
+from writeback_exporter.probes.base import CgroupMap, Disk, Probe, c_string, disks_that_left
 
 _STALE_NS = 600_000_000_000
 """No disk that works lets a task wait for so long."""
@@ -155,7 +155,7 @@ class BlockIoLimit(Probe):
             (name,) = self._disk_name.unpack(value)
             old = known.get((gendisk, dev))
             self._disks[gendisk, dev] = old or _Disk(
-                name=name.split(b"\0", 1)[0].decode("utf-8", "backslashreplace"),
+                name=c_string(name),
                 dev=f"{dev >> _MINOR_BITS}:{dev & ((1 << _MINOR_BITS) - 1)}",
                 seen=self._readings,
                 identity=identity,
