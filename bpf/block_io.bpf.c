@@ -519,8 +519,7 @@ static __always_inline int issue(struct request *rq, bool slots)
 	}
 	if (depth < 1) /* a request that hung in a forgotten disk ended in this one's place */
 		depth = 1;
-	add(&disk->depth.sum, depth);
-	add(&disk->depth.slots[slot_of(depth, IO_DEPTH_FIRST, IO_DEPTH_LAST)], 1);
+	observe(&disk->depth.sum, disk->depth.slots, depth, IO_DEPTH_FIRST, IO_DEPTH_LAST);
 	return 0;
 }
 
@@ -590,14 +589,8 @@ static __always_inline int complete(struct request *rq, int status, __u32 bytes,
 		state->bytes = size;
 		return 0;
 	}
-	device_ns = now - state->issue_ns;
-	queue_ns = state->issue_ns - state->arrival_ns;
-	/* The NMI-safe reading of the clock may be a little behind another CPU's, or the kernel's.
-	 */
-	if ((__s64)device_ns < 0)
-		device_ns = 0;
-	if ((__s64)queue_ns < 0)
-		queue_ns = 0;
+	device_ns = ns_between(state->issue_ns, now);
+	queue_ns = ns_between(state->arrival_ns, state->issue_ns);
 	if (!release_request(state, rq, slots))
 		return 0;
 	leave_disk(key.disk);
@@ -605,12 +598,9 @@ static __always_inline int complete(struct request *rq, int status, __u32 bytes,
 	io = histograms_of(&key);
 	if (!io)
 		return 0;
-	add(&io->device_ns, device_ns);
-	add(&io->device_slots[slot_of(device_ns, IO_LATENCY_FIRST, IO_LATENCY_LAST)], 1);
-	add(&io->queue_ns, queue_ns);
-	add(&io->queue_slots[slot_of(queue_ns, IO_LATENCY_FIRST, IO_LATENCY_LAST)], 1);
-	add(&io->size_bytes, size);
-	add(&io->size_slots[slot_of(size, IO_SIZE_FIRST, IO_SIZE_LAST)], 1);
+	observe(&io->device_ns, io->device_slots, device_ns, IO_LATENCY_FIRST, IO_LATENCY_LAST);
+	observe(&io->queue_ns, io->queue_slots, queue_ns, IO_LATENCY_FIRST, IO_LATENCY_LAST);
+	observe(&io->size_bytes, io->size_slots, size, IO_SIZE_FIRST, IO_SIZE_LAST);
 	return 0;
 }
 

@@ -195,19 +195,15 @@ static __always_inline bool know_disk(struct limit_key *key, struct gendisk *gd)
 
 static __always_inline void count_wait(struct limit_key *key, __u64 since_ns)
 {
-	__u64 waited_ns = bpf_ktime_get_ns() - since_ns;
+	__u64 waited_ns = ns_between(since_ns, bpf_ktime_get_ns());
 	struct limit_histogram *waits;
 	bool full;
 
-	if ((__s64)waited_ns < 0)
-		waited_ns = 0;
 	waits = cgroup_row(&block_io_limit, key, &key->cgroup, &no_waits, &full);
 	if (full)
 		drop(DROP_BLOCK_IO_LIMIT);
-	if (!waits)
-		return;
-	add(&waits->ns, waited_ns);
-	add(&waits->slots[slot_of(waited_ns, LIMIT_FIRST, LIMIT_LAST)], 1);
+	if (waits)
+		observe(&waits->ns, waits->slots, waited_ns, LIMIT_FIRST, LIMIT_LAST);
 }
 
 static __always_inline void begin_hold(__u64 *address, struct bio *bio, enum limit limit,

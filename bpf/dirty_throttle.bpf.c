@@ -164,8 +164,8 @@ static __always_inline void count_pause(struct sleeper *sleeper, __u64 slept_ns)
 
 	if (throttle) {
 		add(&throttle->requested_ns, sleeper->pause_ns);
-		add(&throttle->slept_ns, slept_ns);
-		add(&throttle->slept_slots[slot_of(slept_ns, PAUSE_FIRST, PAUSE_LAST)], 1);
+		observe(&throttle->slept_ns, throttle->slept_slots, slept_ns, PAUSE_FIRST,
+			PAUSE_LAST);
 	}
 	keep_check(domain);
 	if (!bdi || domain >= DOMAINS)
@@ -310,9 +310,7 @@ int sleep_exit(__u64 *ctx)
 	if (!found || !found->sleep_ns)
 		return 0;
 	sleeper = *found;
-	slept_ns = bpf_ktime_get_ns() - sleeper.sleep_ns;
-	if ((__s64)slept_ns < 0)
-		slept_ns = 0;
+	slept_ns = ns_between(sleeper.sleep_ns, bpf_ktime_get_ns());
 	bpf_map_delete_elem(&sleepers, &tid);
 	count_pause(&sleeper, slept_ns);
 	return 0;

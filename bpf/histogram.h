@@ -65,4 +65,26 @@ static __always_inline void add(__u64 *counter, __u64 n)
 	__atomic_fetch_add(counter, n, __ATOMIC_RELAXED);
 }
 
+/* Counts a value: in its slot, and in the sum of all. */
+static __always_inline void observe(__u64 *sum, __u64 *slots, __u64 v, __u32 first, __u32 last)
+{
+	add(sum, v);
+	add(&slots[slot_of(v, first, last)], 1);
+}
+
+/*
+ * From one reading of the clock to another. The NMI-safe one, bpf_ktime_get_ns(), may be a little
+ * behind another CPU's, or the kernel's: such a time is 0, not 2^64 - n.
+ */
+static __always_inline __u64 ns_between(__u64 from, __u64 to)
+{
+	__u64 ns = to - from;
+
+	if (ns >> 63)
+		ns = 0;
+	/* Of an addition of 0 clang 14 makes an atomic load, which BPF has not. */
+	keep_check(ns);
+	return ns;
+}
+
 #endif

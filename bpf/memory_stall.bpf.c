@@ -83,7 +83,7 @@ int stall_leave(__u64 *ctx)
 
 	if (!stall || --stall->depth)
 		return 0;
-	took_ns = bpf_ktime_get_ns() - stall->start_ns;
+	took_ns = ns_between(stall->start_ns, bpf_ktime_get_ns());
 	bpf_map_delete_elem(&stalled, &tid);
 	cgroup = current_cgroup();
 	stalls = cgroup_row(&memory_stall, &cgroup, &cgroup, &no_stalls, &full);
@@ -92,7 +92,6 @@ int stall_leave(__u64 *ctx)
 	if (!stalls)
 		return 0;
 	keep_check(stalls);
-	add(&stalls->total_ns, took_ns);
-	add(&stalls->slots[slot_of(took_ns, STALL_FIRST, STALL_LAST)], 1);
+	observe(&stalls->total_ns, stalls->slots, took_ns, STALL_FIRST, STALL_LAST);
 	return 0;
 }

@@ -65,16 +65,13 @@ static __always_inline void count_wait(__u64 cgroup, __u64 ns)
 	row = cgroup_row(&page_wait, &cgroup, &cgroup, &no_wait, &full);
 	if (full)
 		drop(DROP_PAGE_WAIT);
-	if (!row)
-		return;
-	keep_check(ns); /* of an addition of 0 clang 14 makes an atomic load, which BPF has not */
-	add(&row->ns, ns);
-	add(&row->slots[slot_of(ns, PAGE_WAIT_FIRST, PAGE_WAIT_LAST)], 1);
+	if (row)
+		observe(&row->ns, row->slots, ns, PAGE_WAIT_FIRST, PAGE_WAIT_LAST);
 }
 
 static __always_inline void end_wait(__u32 tid, struct page_waiter *waiter, __u64 end_ns)
 {
-	count_wait(waiter->cgroup, end_ns - waiter->begin_ns);
+	count_wait(waiter->cgroup, ns_between(waiter->begin_ns, end_ns));
 	if (!bpf_map_delete_elem(&page_waiters, &tid))
 		add(&waiting, -1);
 }

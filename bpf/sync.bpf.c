@@ -119,7 +119,7 @@ static __always_inline int end(__s64 result)
 
 	if (!open) /* found no room, or was open before we came */
 		return 0;
-	took_ns = bpf_ktime_get_ns() - open->start_ns;
+	took_ns = ns_between(open->start_ns, bpf_ktime_get_ns());
 	key = open->key;
 	bpf_map_delete_elem(&open_calls, &tid);
 	calls = cgroup_row(&sync, &key, &key.cgroup, &no_calls, &full);
@@ -128,8 +128,7 @@ static __always_inline int end(__s64 result)
 	if (!calls)
 		return 0;
 	keep_check(calls);
-	add(&calls->total_ns, took_ns);
-	add(&calls->slots[slot_of(took_ns, SYNC_FIRST, SYNC_LAST)], 1);
+	observe(&calls->total_ns, calls->slots, took_ns, SYNC_FIRST, SYNC_LAST);
 	if (result < 0)
 		add(&calls->errors, 1);
 	return 0;

@@ -119,12 +119,10 @@ static __always_inline void end_work(void)
 
 	if (!open)
 		return;
-	ns = bpf_ktime_get_ns() - open->begin_ns;
+	ns = ns_between(open->begin_ns, bpf_ktime_get_ns());
 	work = row_of(open);
-	if (work) {
-		add(&work->ns, ns);
-		add(&work->slots[slot_of(ns, WORK_FIRST, WORK_LAST)], 1);
-	}
+	if (work)
+		observe(&work->ns, work->slots, ns, WORK_FIRST, WORK_LAST);
 	bpf_map_delete_elem(&running, &tid);
 }
 

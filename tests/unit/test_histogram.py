@@ -32,6 +32,11 @@ __u32 call_log2_ceil(__u64 v) { return log2_ceil(v); }
 __u32 call_slot_of(__u64 v, __u32 first, __u32 last) { return slot_of(v, first, last); }
 __u32 call_slots(__u32 first, __u32 last) { return SLOTS(first, last); }
 void call_add(__u64 *counter, __u64 n) { add(counter, n); }
+void call_observe(__u64 *sum, __u64 *slots, __u64 v, __u32 first, __u32 last)
+{
+	observe(sum, slots, v, first, last);
+}
+__u64 call_ns_between(__u64 from, __u64 to) { return ns_between(from, to); }
 """
 
 LARGEST = 2**64 - 1
@@ -94,7 +99,11 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     library.call_log2_ceil.argtypes, library.call_log2_ceil.restype = (u64,), u32
     library.call_slot_of.argtypes, library.call_slot_of.restype = (u64, u32, u32), u32
     library.call_slots.argtypes, library.call_slots.restype = (u32, u32), u32
-    library.call_add.argtypes, library.call_add.restype = (ctypes.POINTER(u64), u64), None
+    counter = ctypes.POINTER(u64)
+    library.call_add.argtypes, library.call_add.restype = (counter, u64), None
+    library.call_observe.argtypes = (counter, counter, u64, u32, u32)
+    library.call_observe.restype = None
+    library.call_ns_between.argtypes, library.call_ns_between.restype = (u64, u64), u64
     return library
 
 
@@ -153,6 +162,25 @@ def test_add_wraps_as_the_kernel_does(native: ctypes.CDLL, counter: int, n: int)
     cell = ctypes.c_uint64(counter)
     native.call_add(ctypes.byref(cell), n)
     assert cell.value == (counter + n) % 2**64
+
+
+@pytest.mark.parametrize("metric", SLOTS_OF, ids=lambda metric: metric.name)
+def test_observe_counts_each_value_once(native: ctypes.CDLL, metric: Metric) -> None:
+    slots = Slots.of(metric)
+    total = ctypes.c_uint64()
+    counts = (ctypes.c_uint64 * native.call_slots(slots.first, slots.last))()
+    for value in EDGES:
+        native.call_observe(ctypes.byref(total), counts, value, slots.first, slots.last)
+    assert list(counts) == slots.count(native, EDGES)
+    assert total.value == sum(EDGES) % 2**64
+
+
+@given(U64, st.integers(1 - 2**63, 2**63 - 1))
+def test_a_clock_that_is_behind_measures_nothing(
+    native: ctypes.CDLL, since: int, elapsed: int
+) -> None:
+    now = (since + elapsed) % 2**64
+    assert native.call_ns_between(since, now) == max(elapsed, 0)
 
 
 # From the header to the scrape --------------------------------------------------------------------
