@@ -8,7 +8,6 @@
  *
  * See README.md here for keys, values, kernels and cost.
  */
-#include "bdi.h"
 #include "cgroup.h"
 #include "histogram.h"
 
@@ -45,7 +44,7 @@ struct {
 
 struct bdi {
 	enum throttle_domain domains[0];
-	char name[BDI_NAME_LENGTH];
+	char name[64];
 	__u64 pauses[DOMAINS];
 	/* As the last event on the BDI said, of its writeback domain; pages and pages/s. */
 	__u64 dirty;
@@ -55,13 +54,6 @@ struct bdi {
 	/* What found no room in dirty_throttle: attributed to no cgroup, but not lost. */
 	struct throttle other;
 };
-
-struct {
-	__uint(type, BPF_MAP_TYPE_HASH);
-	__uint(max_entries, 1024);
-	__type(key, __u64);
-	__type(value, struct bdi);
-} bdis SEC(".maps");
 
 struct sleeper {
 	struct throttle_key key;
@@ -89,6 +81,7 @@ enum drop {
 };
 
 #include "drops.h"
+#include "bdi.h"
 
 /* The dirty threshold that a task saw last in the global domain; up to 6.14 only. */
 struct global_limit {
@@ -112,14 +105,6 @@ const volatile bool measured;
 
 static const struct throttle no_throttle;
 
-/* A BDI to be entered. */
-struct {
-	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
-	__uint(max_entries, 1);
-	__type(key, __u32);
-	__type(value, struct bdi);
-} new_bdi SEC(".maps");
-
 /* What the two signatures of the tracepoint say, in pages, pages/s and ticks. */
 struct throttle_event {
 	struct bdi_writeback *wb;
@@ -127,15 +112,6 @@ struct throttle_event {
 	__s64 pause;
 	bool memcg;
 };
-
-static __always_inline struct bdi *bdi_of(struct backing_dev_info *kernel_bdi)
-{
-	struct bdi *bdi = bdi_row(&bdis, &new_bdi, kernel_bdi);
-
-	if (!bdi)
-		drop(DROP_BDIS);
-	return bdi;
-}
 
 static __always_inline struct throttle *throttle_of(struct throttle_key *key)
 {
@@ -192,7 +168,7 @@ static __always_inline enum throttle_domain domain_of(struct throttle_event *eve
 static __always_inline int throttled(struct throttle_event *event)
 {
 	struct backing_dev_info *kernel_bdi = event->wb->bdi;
-	struct bdi *bdi = bdi_of(kernel_bdi);
+	struct bdi *bdi = bdi_row(kernel_bdi);
 	struct sleeper sleeper = {};
 	__u32 tid = bpf_get_current_pid_tgid();
 

@@ -10,7 +10,7 @@
  *
  * See README.md here for keys, values, kernels and cost.
  */
-#include "bdi.h"
+#include "kernel.h"
 #include "histogram.h"
 
 enum work_exponents { /* 1 ms .. 18 min */
@@ -29,24 +29,9 @@ struct work {
 };
 
 struct bdi {
-	char name[BDI_NAME_LENGTH];
+	char name[64];
 	struct work works[REASONS];
 };
-
-struct {
-	__uint(type, BPF_MAP_TYPE_HASH);
-	__uint(max_entries, 1024);
-	__type(key, __u64); /* bdi->id */
-	__type(value, struct bdi);
-} bdis SEC(".maps");
-
-/* A BDI to be entered. */
-struct {
-	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
-	__uint(max_entries, 1);
-	__type(key, __u32);
-	__type(value, struct bdi);
-} new_bdi SEC(".maps");
 
 struct open_work {
 	__u64 bdi;
@@ -81,14 +66,13 @@ enum drop {
 };
 
 #include "drops.h"
+#include "bdi.h"
 
 static __always_inline bool open_work(struct open_work *open, struct bdi_writeback *wb,
 				      struct wb_writeback_work *work)
 {
-	if (!bdi_row(&bdis, &new_bdi, wb->bdi)) {
-		drop(DROP_BDIS);
+	if (!bdi_row(wb->bdi))
 		return false;
-	}
 	open->bdi = wb->bdi->id;
 	open->begin_ns = bpf_ktime_get_ns();
 	open->work = (__u64)work;
