@@ -13,7 +13,7 @@
  * Each hook is a function that the kernel calls for IO that is held; prepare_to_wait_exclusive()
  * also for some that wait for something else. io.latency's run, held or not, for each bio on a disk
  * where a cgroup has an io.latency, once a level of its cgroup, and for each buffered write to a
- *disk where wbt is on; but they are loaded only where the kernel has io.latency.
+ * disk where wbt is on; but they are loaded only where the kernel has io.latency.
  *
  * See README.md here for keys, values, kernels and cost.
  */
@@ -206,22 +206,38 @@ static __always_inline void count_wait(struct limit_key *key, __u64 since_ns)
 		observe(&waits->ns, waits->slots, waited_ns, LIMIT_FIRST, LIMIT_LAST);
 }
 
-static __always_inline void begin_hold(__u64 *address, struct bio *bio, enum limit limit,
-				       __u64 flags)
+static __always_inline __u64 bio_owner(struct bio *bio)
+{
+	return BPF_CORE_READ(bio, bi_blkg, blkcg, css.cgroup, kn, id);
+}
+
+static __always_inline void begin_hold(__u64 *address, enum limit limit, __u64 cgroup,
+				       struct gendisk *disk, __u64 flags)
 {
 	struct hold hold = {
-		.key = { .cgroup = BPF_CORE_READ(bio, bi_blkg, blkcg, css.cgroup, kn, id),
-			 .limit = limit },
+		.key = { .cgroup = cgroup, .limit = limit },
 		.task = bpf_get_current_task(),
 	};
 
-	if (!know_disk(&hold.key, bio_disk(bio))) {
+	if (!know_disk(&hold.key, disk)) {
 		drop(DROP_LIMIT_DISKS);
 		return;
 	}
 	hold.since_ns = bpf_ktime_get_ns();
 	if (bpf_map_update_elem(&limit_held, address, &hold, flags) == -E2BIG)
 		drop(DROP_LIMIT_HELD);
+}
+
+/* What was held there, which now goes on; false where nothing was. */
+static __always_inline bool end_hold(__u64 *address, struct hold *hold)
+{
+	struct hold *found = bpf_map_lookup_elem(&limit_held, address);
+
+	if (!found)
+		return false;
+	*hold = *found;
+	bpf_map_delete_elem(&limit_held, address);
+	return true;
 }
 
 /* (bio, qnode, throtl_grp): the bio is over a limit of this cgroup, and queued. */
@@ -235,7 +251,8 @@ int throttle_hold(__u64 *ctx)
 	 * It is queued again for each cgroup above: the first time counts. Without a qnode it is
 	 * the first for sure, whatever is there is left from a bio whose end we did not see.
 	 */
-	begin_hold(&address, bio, LIMIT_MAX, number(&ctx[1]) ? BPF_NOEXIST : BPF_ANY);
+	begin_hold(&address, LIMIT_MAX, bio_owner(bio), bio_disk(bio),
+		   number(&ctx[1]) ? BPF_NOEXIST : BPF_ANY);
 	return 0;
 }
 
@@ -247,7 +264,7 @@ int throttle_hold(__u64 *ctx)
 SEC("fexit/throtl_pop_queued")
 int throttle_release(__u64 *ctx)
 {
-	struct hold *found, hold;
+	struct hold hold;
 	__u64 bio;
 
 	if (number(&ctx[1]))
@@ -259,12 +276,8 @@ int throttle_release(__u64 *ctx)
 	} else {
 		bio = ctx[2];
 	}
-	found = bpf_map_lookup_elem(&limit_held, &bio);
-	if (!found)
-		return 0;
-	hold = *found;
-	bpf_map_delete_elem(&limit_held, &bio);
-	count_wait(&hold.key, hold.since_ns);
+	if (end_hold(&bio, &hold))
+		count_wait(&hold.key, hold.since_ns);
 	return 0;
 }
 
@@ -279,13 +292,15 @@ int iocost_hold(__u64 *ctx)
 	struct list_head *last = BPF_CORE_READ(iocg, waitq.head.prev);
 	struct iocg_wait *wait = (void *)last - bpf_core_field_offset(struct iocg_wait, wait.entry);
 	__u64 address = (__u64)wait;
+	struct bio *bio;
 
 	if (last == __builtin_preserve_access_index(&iocg->waitq.head))
 		return 0;
 	if (BPF_CORE_READ(wait, wait.private) != (void *)bpf_get_current_task())
 		return 0;
 	/* There already: a timer that came just before the task slept. */
-	begin_hold(&address, BPF_CORE_READ(wait, bio), LIMIT_QOS, BPF_NOEXIST);
+	bio = BPF_CORE_READ(wait, bio);
+	begin_hold(&address, LIMIT_QOS, bio_owner(bio), bio_disk(bio), BPF_NOEXIST);
 	return 0;
 }
 
@@ -293,16 +308,11 @@ int iocost_hold(__u64 *ctx)
 SEC("fexit/iocg_wake_fn")
 int iocost_release(__u64 *ctx)
 {
-	struct hold *found, hold;
+	struct hold hold;
 	__u64 address = ctx[0];
 
-	if ((int)ctx[4])
+	if ((int)ctx[4] || !end_hold(&address, &hold))
 		return 0;
-	found = bpf_map_lookup_elem(&limit_held, &address);
-	if (!found)
-		return 0;
-	hold = *found;
-	bpf_map_delete_elem(&limit_held, &address);
 	if (hold.task != bpf_get_current_task()) /* else it could go on at once, and never slept */
 		count_wait(&hold.key, hold.since_ns);
 	return 0;
@@ -410,9 +420,8 @@ int wbt_hold(__u64 *ctx)
 		(void *)address - bpf_core_field_offset(struct rq_qos_wait_data, wq);
 	struct rq_wait *room = BPF_CORE_READ(data, rqw);
 	struct wbt_wait_data *private;
-	struct hold hold = {};
 	struct rq_wb *rwb;
-	__u64 place;
+	__u64 place, cgroup;
 
 	if ((__u64)__builtin_preserve_access_index(&room->wait) != number(&ctx[0]))
 		return 0;
@@ -422,17 +431,11 @@ int wbt_hold(__u64 *ctx)
 	/* Of io.latency, which waits here too, the private data is something else. */
 	if (place >= bpf_core_field_size(rwb->rq_wait))
 		return 0;
-	hold.key.cgroup = BPF_CORE_READ(submitter((struct task_struct *)bpf_get_current_task()),
-					cgroup, kn, id);
-	hold.key.limit = LIMIT_QOS;
-	if (!know_disk(&hold.key, qos_disk(__builtin_preserve_access_index(&rwb->rqos)))) {
-		drop(DROP_LIMIT_DISKS);
-		return 0;
-	}
-	hold.since_ns = bpf_ktime_get_ns();
+	cgroup = BPF_CORE_READ(submitter((struct task_struct *)bpf_get_current_task()), cgroup, kn,
+			       id);
 	/* There may be one of a task that got room before it slept. */
-	if (bpf_map_update_elem(&limit_held, &address, &hold, BPF_ANY) == -E2BIG)
-		drop(DROP_LIMIT_HELD);
+	begin_hold(&address, LIMIT_QOS, cgroup,
+		   qos_disk(__builtin_preserve_access_index(&rwb->rqos)), BPF_ANY);
 	return 0;
 }
 
@@ -440,17 +443,11 @@ int wbt_hold(__u64 *ctx)
 SEC("fexit/rq_qos_wake_function")
 int wbt_release(__u64 *ctx)
 {
-	struct hold *found, hold;
+	struct hold hold;
 	__u64 address = number(&ctx[0]);
 
-	if ((int)ctx[4] != 1)
-		return 0;
-	found = bpf_map_lookup_elem(&limit_held, &address);
-	if (!found)
-		return 0;
-	hold = *found;
-	bpf_map_delete_elem(&limit_held, &address);
-	count_wait(&hold.key, hold.since_ns);
+	if ((int)ctx[4] == 1 && end_hold(&address, &hold))
+		count_wait(&hold.key, hold.since_ns);
 	return 0;
 }
 
