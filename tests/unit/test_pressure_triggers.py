@@ -234,6 +234,7 @@ def test_cgroups_whose_whole_path_matches(tmp_path: Path, top: Path) -> None:
 def test_v1(tmp_path: Path) -> None:
     procfs(tmp_path, V1)
     put(tmp_path / "proc/pressure", HOST)
+    (tmp_path / "proc/self/status").write_text(f"CapEff:\t{PRIVILEGED}\n")
     for controller in ("blkio", "memory"):
         tree(tmp_path / "cgroup" / controller, "a")
     with Triggers(tmp_path, (IO,), ".*") as triggers:

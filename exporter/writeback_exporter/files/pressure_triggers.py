@@ -21,8 +21,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from writeback_exporter.collector import Host
-from writeback_exporter.features import NO_DESCRIPTOR, RAISE_DESCRIPTORS, Feature, Refused
-from writeback_exporter.files.base import Reader, content
+from writeback_exporter.features import (
+    NO_DESCRIPTOR,
+    RAISE_DESCRIPTORS,
+    Feature,
+    Refused,
+    has_capability,
+)
+from writeback_exporter.files.base import Reader
 from writeback_exporter.files.pressure import hierarchy_with_pressure, supported, totals
 from writeback_exporter.metrics import catalogue
 from writeback_exporter.metrics.exposition import Labels, Snapshot, family
@@ -333,11 +339,7 @@ def _refusal(
 def _averaged(procfs: str) -> bool:
     """Whether triggers are looked at along with the averages: without CAP_SYS_RESOURCE, in kernels
     that let everybody set them (6.4), for which they made these files writable."""
-    status = content(f"{procfs}/self/status") or b""
-    capabilities = next(
-        (int(line.split()[1], 16) for line in status.splitlines() if line.startswith(b"CapEff:")), 0
-    )
-    if capabilities >> _CAP_SYS_RESOURCE & 1:
+    if has_capability(_CAP_SYS_RESOURCE, procfs):
         return False
     with os.scandir(f"{procfs}/pressure") as files:
         return any(file.stat().st_mode & stat.S_IWOTH for file in files)

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from writeback_exporter import __version__
-from writeback_exporter.features import NO_DESCRIPTOR, RAISE_DESCRIPTORS, Refused
+from writeback_exporter.features import NO_DESCRIPTOR, RAISE_DESCRIPTORS, Refused, has_capability
 from writeback_exporter.kernel import libbpf
 from writeback_exporter.kernel.layout import BadObject, ObjectFile
 from writeback_exporter.kernel.libbpf import BpfError, KernelBtf, LibbpfMissing, Object
@@ -232,13 +232,6 @@ def _locked_down() -> Refused:
         "the kernel is locked down for confidentiality, BPF may not read its memory",
         "boot with lockdown=integrity, or without",
     )
-
-
-def has_capability(number: int) -> bool:
-    """Whether this process has the capability (include/uapi/linux/capability.h) now."""
-    with open("/proc/self/status", encoding="ascii") as status:
-        effective = next(line.split()[1] for line in status if line.startswith("CapEff:"))
-    return bool(int(effective, 16) >> number & 1)
 
 
 def _missing_capabilities() -> str:

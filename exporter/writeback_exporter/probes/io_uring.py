@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from itertools import islice
 
 from writeback_exporter.collector import Host
-from writeback_exporter.features import Feature, Refused, raise_if_exhausted
+from writeback_exporter.features import Feature, Refused, has_capability, raise_if_exhausted
 from writeback_exporter.files.base import content
-from writeback_exporter.kernel.loader import Kernel, has_capability, load
+from writeback_exporter.kernel.loader import Kernel, load
 from writeback_exporter.metrics import catalogue
 from writeback_exporter.metrics.exposition import Snapshot, family
 from writeback_exporter.names.cgroups import OTHER, Hierarchies, Hierarchy
