@@ -5,8 +5,10 @@ The environment variable GUEST_KERNELS names the kernels, "6.1 7.3" for example.
 """
 
 import os
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from . import kernels, suite, vm
 # They run in a guest: test_guest.py reports them.
 collect_ignore = ["inside"]
 
-DEFAULT_KERNELS = ["6.1"]
+DEFAULT_KERNELS = ["5.10", "6.1", "7.3"]
 
 _REPORTS = pytest.StashKey[list[suite.Report]]()
 _NOTES = pytest.StashKey[set[str]]()
@@ -50,8 +52,77 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("inner", tests)
 
 
+def _names(item: pytest.Item) -> Sequence[str]:
+    return item.fixturenames if isinstance(item, pytest.Function) else ()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """First what needs no certain kernel, as it tests the machinery and so may not run beside it;
+    then what has guests of its own, while the suites run in the background; these last."""
+    items.sort(key=lambda item: ("kernel" in _names(item), "guests" in _names(item)))
+
+
+class Suites:
+    """The tests in inside/, begun on all kernels at once; vm.run() keeps them waiting."""
+
+    def __init__(self, config: pytest.Config, factory: pytest.TempPathFactory) -> None:
+        self._config = config
+        self._factory = factory
+        self._stop = threading.Event()
+        self._runs: dict[str, list[Future[Attempt]]] = {}
+        self._pool = ThreadPoolExecutor(vm.AT_ONCE)
+
+    def begin(self, kernel: kernels.Kernel, tests: Sequence[str]) -> None:
+        """In two guests, and others for a short while."""
+        self._runs[kernel.name] = [
+            self._pool.submit(
+                self._run, kernel, part, self._factory.mktemp(f"guest-{kernel.name}-")
+            )
+            for part in suite.parts(tests)
+        ]
+
+    def _run(self, kernel: kernels.Kernel, tests: Sequence[str], out: Path) -> Attempt:
+        try:
+            return Attempt(suite.run(kernel, tests, out, self._stop))
+        except (suite.SuiteError, vm.GuestError) as error:
+            return Attempt(failure=str(error))
+
+    def attempts(self, kernel: kernels.Kernel) -> list[Attempt]:
+        """What came of them on this kernel; waits for that."""
+        made = [run.result() for run in self._runs[kernel.name]]
+        self._config.stash[_REPORTS] += [attempt.report for attempt in made if attempt.report]
+        return made
+
+    def close(self) -> None:
+        """Stops what still runs: nobody wants its results any more."""
+        self._stop.set()
+        self._pool.shutdown(cancel_futures=True)
+
+
 @pytest.fixture(scope="session")
-def kernel(request: pytest.FixtureRequest) -> kernels.Kernel:
+def suites(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Suites]:
+    """The tests in inside/ that are selected, with -k, on their way."""
+    selected: dict[str, list[str]] = {}
+    for item in request.session.items:
+        if isinstance(item, pytest.Function) and "guests" in item.fixturenames:
+            parameters = item.callspec.params
+            tests = selected.setdefault(str(parameters["kernel"]), [])
+            tests += [str(parameters["inner"])] if "inner" in parameters else []
+    suites = Suites(request.config, tmp_path_factory)
+    try:
+        for name, tests in selected.items():
+            with suppress(kernels.KernelUnavailable):  # its tests' fixture `kernel` fails
+                suites.begin(kernels.fetch(name), tests or suite.declared())
+        yield suites
+    finally:
+        suites.close()
+
+
+@pytest.fixture(scope="session")
+def kernel(request: pytest.FixtureRequest, suites: Suites) -> kernels.Kernel:
     """The kernel of this test's guest. Fails where it cannot be had."""
     return _fetch(request.param, request.config)
 
@@ -88,33 +159,8 @@ def guests(attempts: list[Attempt]) -> list[suite.Report]:
 
 
 @pytest.fixture(scope="session")
-def attempts(
-    kernel: kernels.Kernel,
-    request: pytest.FixtureRequest,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> list[Attempt]:
-    """Runs the tests in inside/, in two guests side by side, for an emulated machine keeps but one
-    CPU busy, and a third for a short while; only those that are selected, with -k."""
-    selected = [
-        str(item.callspec.params["inner"])
-        for item in request.session.items
-        if isinstance(item, pytest.Function)
-        and "inner" in item.fixturenames
-        and item.callspec.params["kernel"] == kernel.name
-    ]
-
-    def attempt(tests: Sequence[str], out: Path) -> Attempt:
-        try:
-            return Attempt(suite.run(kernel, tests, out))
-        except (suite.SuiteError, vm.GuestError) as error:
-            return Attempt(failure=str(error))
-
-    parts = suite.parts(selected or suite.declared())
-    outs = [tmp_path_factory.mktemp(f"guest-{kernel.name}-") for _ in parts]
-    with ThreadPoolExecutor(len(parts)) as pool:
-        made = list(pool.map(attempt, parts, outs))
-    request.config.stash[_REPORTS] += [attempt.report for attempt in made if attempt.report]
-    return made
+def attempts(kernel: kernels.Kernel, suites: Suites) -> list[Attempt]:
+    return suites.attempts(kernel)
 
 
 def pytest_terminal_summary(

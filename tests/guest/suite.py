@@ -8,6 +8,7 @@ parametrized cases, which only pytest in the guest knows, count as one.
 import ast
 import shlex
 import sys
+import threading
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -97,10 +98,13 @@ def _by_module(tests: Iterable[str]) -> dict[str, list[str]]:
     return modules
 
 
-def run(kernel: Kernel, selected: Sequence[str], out: Path) -> Report:
+def run(
+    kernel: Kernel, selected: Sequence[str], out: Path, stop: threading.Event | None = None
+) -> Report:
     """Run the `selected` tests and modules, or all if there are none, in one guest.
 
-    `out` gets what the guest leaves, junit.xml among it. Raises SuiteError and vm.GuestError.
+    `out` gets what the guest leaves, junit.xml among it; `stop` ends it. Raises SuiteError and
+    vm.GuestError.
     """
     arguments = [_argument(test) for test in selected] or [str(INSIDE)]
     command = shlex.join(
@@ -116,7 +120,7 @@ def run(kernel: Kernel, selected: Sequence[str], out: Path) -> Report:
         ]
     )
     (out / "junit.xml").unlink(missing_ok=True)
-    result = vm.run(kernel, command, out=out, timeout=TIMEOUT_SECONDS)
+    result = vm.run(kernel, command, out=out, timeout=TIMEOUT_SECONDS, stop=stop)
     if result.exit_code not in RAN:
         tail = "\n".join(result.output.splitlines()[-60:])
         raise SuiteError(

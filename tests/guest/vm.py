@@ -20,6 +20,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -43,6 +44,10 @@ MARKER = "writeback_guest.kernel"
 # migrations are then what they are elsewhere.
 ACCELERATOR = "tcg,thread=single"
 CPUS = 2
+
+# Guests that this process runs at a time, others wait: each keeps one of the host's CPUs busy.
+AT_ONCE = 2
+_SLOTS = threading.BoundedSemaphore(AT_ONCE)
 
 
 @dataclass(frozen=True)
@@ -146,32 +151,35 @@ def run(
     shares: Sequence[Path] = (),
     disks: Sequence[Disk] = DISKS,
     memory: int = 1 << 30,
+    cpus: int = CPUS,
     timeout: float = 300,
     append: str = "",
     modules: Sequence[str] = (),
+    stop: threading.Event | None = None,
 ) -> Result:
     """Run the shell command `command` in the checkout, as root, in a guest that runs `kernel`.
 
     `out` is an existing directory, /out in the guest. `shares` are further directories of the host
     that the guest sees read-only at the same path. `memory` is in bytes, `timeout` in seconds.
-    `append` goes to the kernel's command line, `modules` are loaded at boot besides MODULES.
+    `append` goes to the kernel's command line, `modules` are loaded at boot besides MODULES. `stop`
+    ends the guest, with a GuestError.
 
     Nothing is left but the files in `out`: not after an exception either, and if this process is
     killed then the guest dies with it, and the next run removes its directory in /tmp. For that,
     call it from a thread that outlives the call. Raises GuestError.
     """
-    start = time.monotonic()
     machine = _machine()
     for name in ("command", "exit", "output", "dmesg", "uptime", "console.log"):
         (out / name).unlink(missing_ok=True)
     (out / "command").write_text(f"cd {shlex.quote(str(CHECKOUT))} || exit\n{command}\n")
-    with _work_directory() as work:
+    with _SLOTS, _work_directory() as work:
+        start = time.monotonic()
         initramfs.build(kernel, [*MODULES, *modules], work / "initrd")
         with (
             _virtiofsd(_served(shares, kernel, out), work, out / "virtiofsd.log") as virtiofsd,
             _process(
                 [
-                    *_machine_arguments(machine, memory),
+                    *_machine_arguments(machine, memory, cpus),
                     *_boot_arguments(machine, kernel, work / "initrd", append),
                     *("-serial", f"file:{out / 'console.log'}"),
                     *("-chardev", f"socket,id=share,path={work / 'share'}"),
@@ -181,7 +189,7 @@ def run(
                 out / "qemu.log",
             ) as qemu,
         ):
-            failure = _wait(qemu, virtiofsd, start + timeout, timeout)
+            failure = _wait(qemu, virtiofsd, start + timeout, timeout, stop)
     exit_code = _read(out / "exit")
     if not failure and not exit_code:
         failure = "the guest stopped before its command ended"
@@ -210,11 +218,11 @@ def _machine() -> Machine:
     return machine
 
 
-def _machine_arguments(machine: Machine, memory: int) -> list[str]:
+def _machine_arguments(machine: Machine, memory: int, cpus: int) -> list[str]:
     return [
         machine.qemu,
         *machine.arguments,
-        *("-accel", ACCELERATOR, "-smp", str(CPUS)),
+        *("-accel", ACCELERATOR, "-smp", str(cpus)),
         *("-nodefaults", "-no-reboot", "-display", "none"),
         # virtiofsd reads and writes the guest's memory, which therefore has to be shared.
         *("-m", f"{memory >> 20}M", "-machine", "memory-backend=memory"),
@@ -343,6 +351,7 @@ def _wait(
     virtiofsd: subprocess.Popen[bytes],
     deadline: float,
     timeout: float,
+    stop: threading.Event | None,
 ) -> str:
     """Wait until QEMU ended, or ought to: the reason, or "" where it ended by itself."""
     while qemu.poll() is None:
@@ -352,6 +361,8 @@ def _wait(
                 qemu.wait(1)
             except subprocess.TimeoutExpired:
                 return f"virtiofsd stopped with {virtiofsd.returncode}"
+        if stop and stop.is_set():
+            return "stopped"
         if time.monotonic() > deadline:
             return f"not finished after {timeout:g} s"
         time.sleep(0.02)
