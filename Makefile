@@ -2,11 +2,12 @@
 #
 #   make run     start the exporter on this machine (root): http://127.0.0.1:10435/metrics
 #   make test    prove it: lint, unit, host and guest tests
+#   make test-matrix   the guest tests on all kernels; other kernels' BTF, compilers, Pythons
 #
 #   make build   prepare all and leave the program at .venv/bin/writeback-exporter
 #   make bpf     compile the BPF objects     make lint     ruff, mypy, clang-format
 #   make bench   measure (not part of test)  make wheel    dist/*.whl
-#   make docs    write docs/metrics.md from the catalogue
+#   make docs    write docs/metrics.md from the catalogue, docs/kernels.md from what guests say
 #   make clean   remove all that these made, except the cache of guest kernels
 #
 # Each installs what it needs (Debian packages, a virtual environment) and is quick when it is there.
@@ -31,7 +32,7 @@ VIRTIOFSD = $(shell apt-cache show virtiofsd >/dev/null 2>&1 && echo virtiofsd)
 TEST_PACKAGES = clang-format bpftool e2fsprogs util-linux kmod busybox-static zstd dmsetup \
 	$(QEMU_$(shell uname -m)) qemu-system-common $(VIRTIOFSD)
 
-.PHONY: run build bpf test lint unit host guest bench docs wheel clean
+.PHONY: run build bpf test test-matrix lint unit host guest bench docs wheel clean
 
 run: build
 	$(VENV)/bin/writeback-exporter
@@ -95,11 +96,15 @@ lint: build $(VENV)/.tested build/packages.test
 unit host guest: build $(VENV)/.tested build/packages.test
 	$(VENV)/bin/python -m pytest tests/$@
 
+test-matrix: build $(VENV)/.tested build/packages.test
+	GUEST_KERNELS="5.10 6.1 6.12 6.18 7.3" $(VENV)/bin/python -m pytest tests/guest tests/matrix
+
 bench: build $(VENV)/.tested build/packages.test
 	$(VENV)/bin/python -m tests.bench
 
-docs: build
+docs: build $(VENV)/.tested build/packages.test
 	$(VENV)/bin/python -m writeback_exporter.metrics.reference >docs/metrics.md
+	$(VENV)/bin/python -m tests.guest.offer
 
 wheel: build
 	$(VENV)/bin/pip wheel --quiet --disable-pip-version-check --no-deps -w dist .
