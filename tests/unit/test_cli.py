@@ -431,9 +431,9 @@ class Process:
     """The exporter in the background."""
 
     def __init__(self, *arguments: str) -> None:
-        self.popen = subprocess.Popen(
-            [*WITHOUT_RIGHTS, EXPORTER, *arguments], stderr=subprocess.PIPE, encoding="utf-8"
-        )
+        # A shell without job control starts what it has in the background with SIGINT ignored.
+        command = ["env", "--default-signal=INT", *WITHOUT_RIGHTS, EXPORTER, *arguments]
+        self.popen = subprocess.Popen(command, stderr=subprocess.PIPE, encoding="utf-8")
         self.said = ""
 
     def __enter__(self) -> Process:
