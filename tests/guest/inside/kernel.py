@@ -53,6 +53,17 @@ def ftrace(*events: str) -> Iterator[Path]:
             switch.write_text("0")
 
 
+@contextmanager
+def kprobes(*definitions: str) -> Iterator[None]:
+    """Kprobe events (Documentation/trace/kprobetrace), for ftrace() to record as kprobes/NAME."""
+    events = TRACING / "kprobe_events"
+    events.write_text("\n".join(definitions))
+    try:
+        yield
+    finally:
+        events.write_text("")
+
+
 def vmstat(name: str) -> int:
     """A counter of /proc/vmstat, with what the CPUs had not yet added to it."""
     Path("/proc/sys/vm/stat_refresh").write_text("1")
