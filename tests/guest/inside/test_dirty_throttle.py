@@ -51,7 +51,8 @@ def sleeps(trace: str) -> list[float]:
 
 
 def throttle(directory: Path) -> list[float]:
-    """Has two tasks of the cgroup /throttled write more than they may; their sleeps."""
+    """Has two tasks of the cgroup /throttled write more than they may to the slow disk; their
+    sleeps."""
     hooks = ("p:sleep io_schedule_timeout", "r:wake io_schedule_timeout")
     (TRACING / "trace_clock").write_text("mono")  # a task sleeps on one CPU and wakes on another
     with (
