@@ -31,13 +31,16 @@ from pathlib import Path
 
 # Which suites to ask. A suite that ends in -security comes from the security mirror. bookworm and
 # trixie have the kernel of their last point release in the main suite and newer ones in -security;
-# bullseye's is newer in -security only.
+# bullseye's is newer in -security only. UNBOOTED serve for their types alone: of some the mirrors
+# have no modules.
+UNBOOTED = ("6.16", "6.17", "6.19", "7.0", "7.1", "7.2")
 SUITES = {
     "5.10": ("bullseye-security",),
     "6.1": ("bookworm", "bookworm-security"),
     "6.12": ("trixie", "trixie-security"),
     "6.18": ("trixie-backports",),
     "7.3": ("trixie-backports",),
+    **dict.fromkeys(UNBOOTED, ("trixie-backports",)),
 }
 
 KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
@@ -158,8 +161,10 @@ class _Store:
             apt = _Apt(Path(partial), self.architecture, SUITES[self.name])
             package, version = apt.newest(self.pattern)
             if not (self.directory / version).is_dir():
-                apt.download(package, version)
-                _unpack(apt.downloads, Path(partial) / "kernel")
+                whole = self.name not in UNBOOTED
+                modules = "|modules" if whole else ""
+                apt.download(package, version, rf"\blinux-(?:binary{modules})-[^\s,|]+")
+                _unpack(apt.downloads, Path(partial) / "kernel", whole)
                 (Path(partial) / "kernel").rename(self.directory / version)
             (Path(partial) / "current").write_text(version + "\n")
             (Path(partial) / "current").rename(self.directory / "current")
@@ -222,8 +227,9 @@ class _Apt:
         by_version = functools.cmp_to_key(_compare)
         return max(found, key=lambda package: by_version(package[1]))
 
-    def download(self, package: str, version: str) -> None:
-        """The package and, of its dependencies, the parts of the same kernel. Raises AptError."""
+    def download(self, package: str, version: str, parts: str) -> None:
+        """The package and, of its dependencies, those that match `parts`, which are of the same
+        kernel. Raises AptError."""
         _answer(
             ["apt-get", *self._options, "-q", "download", f"{package}={version}"], self.downloads
         )
@@ -231,9 +237,9 @@ class _Apt:
         depends = _answer(["dpkg-deb", "--field", str(archive), "Depends"])
         # From 7.x on linux-image-* is empty: the kernel is in linux-binary-*, which depends on
         # linux-modules-*. Both have the image's version.
-        for part in sorted(set(re.findall(r"\blinux-(?:binary|modules)-[^\s,|]+", depends))):
+        for part in sorted(set(re.findall(parts, depends))):
             if not any(self.downloads.glob(f"{part}_*.deb")):
-                self.download(part, version)
+                self.download(part, version, parts)
 
 
 def _mirror(suite: str) -> str:
@@ -259,8 +265,9 @@ def _compare(a: str, b: str) -> int:
     return 1 if subprocess.run(command, check=False).returncode == 0 else -1
 
 
-def _unpack(archives: Path, kernel: Path) -> None:
-    """Unpack the packages in `archives`, and make `kernel` from what a guest needs of them."""
+def _unpack(archives: Path, kernel: Path, whole: bool) -> None:
+    """Unpack the packages in `archives`, and make `kernel` from what a guest needs of them, or if
+    not the `whole` is wanted then the image and an empty directory of modules."""
     tree = archives / "tree"
     for archive in sorted(archives.glob("*.deb")):
         _answer(["dpkg-deb", "--extract", str(archive), str(tree)])
@@ -269,6 +276,10 @@ def _unpack(archives: Path, kernel: Path) -> None:
     modules = [*tree.glob("lib/modules/*"), *tree.glob("usr/lib/modules/*")]
     images = [*tree.glob("boot/vmlinuz-*"), *(path / "vmlinuz" for path in modules)]
     images = [path for path in images if path.is_file()]
+    if not whole:
+        names = [image.name.removeprefix("vmlinuz-") for image in images if image.name != "vmlinuz"]
+        modules = [archives / (names[0] if names else modules[0].name)]
+        modules[0].mkdir()
     if len(modules) != 1 or not images:
         raise AptError(f"the packages have {len(modules)} module trees, {len(images)} kernels")
     release = modules[0].name
@@ -276,7 +287,7 @@ def _unpack(archives: Path, kernel: Path) -> None:
     images[0].rename(kernel / "vmlinuz")
     modules[0].rename(kernel / "lib/modules" / release)
     # 7.x ships modules.dep; for the others the package's postinst makes it, which did not run.
-    if not (kernel / "lib/modules" / release / "modules.dep").exists():
+    if whole and not (kernel / "lib/modules" / release / "modules.dep").exists():
         _answer(["depmod", "--basedir", str(kernel), release])
 
 
