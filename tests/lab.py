@@ -18,7 +18,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -132,19 +132,31 @@ def loop_disk(directory: Path, size: int = 64 << 20) -> Iterator[Disk]:
         image.unlink()
 
 
+_MKFS = {
+    "ext4": ("-q", "-F", "-E", "nodiscard,lazy_itable_init=0"),
+    "xfs": ("-q", "-f", "-K"),  # wants 300 MB
+    "btrfs": ("-q", "-f", "-K"),  # wants 110 MB
+}
+
+
 @contextmanager
-def ext4(disk: Disk, directory: Path) -> Iterator[Path]:
-    """An ext4 file system on the disk, mounted."""
-    sh("mkfs.ext4", "-q", "-F", "-E", "nodiscard,lazy_itable_init=0", disk.path)
+def file_system(disk: Disk, directory: Path, kind: str) -> Iterator[Path]:
+    """A file system of that kind on the disk, mounted."""
+    sh(f"mkfs.{kind}", *_MKFS[kind], disk.path)
     mount = directory / "mount"
     mount.mkdir()
-    sh("mount", disk.path, mount)
+    sh("mount", "-t", kind, disk.path, mount)
     try:
         yield mount
     finally:
         _end_children()
         sh("umount", mount)
         mount.rmdir()
+
+
+def ext4(disk: Disk, directory: Path) -> AbstractContextManager[Path]:
+    """An ext4 file system on the disk, mounted."""
+    return file_system(disk, directory, "ext4")
 
 
 @contextmanager
