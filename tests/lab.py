@@ -98,6 +98,15 @@ class Disk:
                 )
         raise AssertionError(f"{self.name} is not in /proc/diskstats")
 
+    def settled(self) -> DiskStats:
+        """Its counts once nothing is in flight: completion is counted a moment after wakeup."""
+        for _ in range(200):
+            stats = self.stats()
+            time.sleep(0.01)
+            if stats.inflight == 0 and stats == self.stats():
+                return stats
+        raise AssertionError(f"{self.name} does not settle: {self.stats()}")
+
     @contextmanager
     def queue(self, **attributes: str) -> Iterator[None]:
         """Settings of the disk's queue, for a while: a loop device outlives its file."""
@@ -294,6 +303,15 @@ class Scrape:
                 series = self.samples.setdefault(sample.name, {})
                 assert labels not in series, f"{sample.name}{labels} is there twice"
                 series[labels] = sample.value
+
+    def __sub__(self, earlier: Scrape) -> Scrape:
+        """By how much each series has grown; without those that have not."""
+        grown = Scrape("")
+        for name, series in self.samples.items():
+            before = earlier.samples.get(name, {})
+            growth = {labels: value - before.get(labels, 0) for labels, value in series.items()}
+            grown.samples[name] = {labels: value for labels, value in growth.items() if value}
+        return grown
 
     def select(self, name: str, **labels: str) -> dict[tuple[tuple[str, str], ...], float]:
         """The series of a metric that have these labels, by all their labels."""
