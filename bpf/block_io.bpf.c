@@ -12,6 +12,7 @@
  * See README.md here for keys, values, kernels and cost.
  */
 #include "kernel.h"
+#include "preempt.h"
 #include "histogram.h"
 
 /* Operations as they are exported. */
@@ -620,28 +621,23 @@ static __always_inline struct request *request_argument(__u64 *ctx)
 
 /* Each program twice: with slots where the kernel has cmpxchg (5.12), with the hash map alone. */
 #define PROGRAMS(suffix, slots)                                                   \
-	SEC("tp_btf/block_rq_insert")                                             \
-	int insert_##suffix(__u64 *ctx)                                           \
+	PROGRAM("tp_btf/block_rq_insert", insert_##suffix)                        \
 	{                                                                         \
 		return insert(request_argument(ctx), slots);                      \
 	}                                                                         \
-	SEC("tp_btf/block_rq_issue")                                              \
-	int issue_##suffix(__u64 *ctx)                                            \
+	PROGRAM("tp_btf/block_rq_issue", issue_##suffix)                          \
 	{                                                                         \
 		return issue(request_argument(ctx), slots);                       \
 	}                                                                         \
-	SEC("tp_btf/block_rq_requeue")                                            \
-	int requeue_##suffix(__u64 *ctx)                                          \
+	PROGRAM("tp_btf/block_rq_requeue", requeue_##suffix)                      \
 	{                                                                         \
 		return requeue(request_argument(ctx), slots);                     \
 	}                                                                         \
-	SEC("tp_btf/block_rq_merge")                                              \
-	int merge_##suffix(__u64 *ctx)                                            \
+	PROGRAM("tp_btf/block_rq_merge", merge_##suffix)                          \
 	{                                                                         \
 		return merge(request_argument(ctx), slots);                       \
 	}                                                                         \
-	SEC("tp_btf/block_rq_complete")                                           \
-	int complete_##suffix(__u64 *ctx)                                         \
+	PROGRAM("tp_btf/block_rq_complete", complete_##suffix)                    \
 	{                                                                         \
 		return complete((struct request *)ctx[0], ctx[1], ctx[2], slots); \
 	}

@@ -8,6 +8,7 @@
  *
  * See README.md here for keys, values, kernels and cost.
  */
+#include "preempt.h"
 #include "cgroup.h"
 #include "histogram.h"
 
@@ -209,8 +210,7 @@ static __always_inline bool is_memcg_domain(struct bdi_writeback *wb, __u64 thre
 	return thresh != last_global_thresh; /* moved to another CPU in between */
 }
 
-SEC("tp_btf/balance_dirty_pages")
-int throttled_values(__u64 *ctx)
+PROGRAM("tp_btf/balance_dirty_pages", throttled_values)
 {
 	struct throttle_event event = {
 		.wb = (struct bdi_writeback *)ctx[0],
@@ -227,8 +227,7 @@ int throttled_values(__u64 *ctx)
 }
 
 /* The kernel calculates the global limits first, in the same call, without sleeping. */
-SEC("tp_btf/global_dirty_state")
-int global_thresholds(__u64 *ctx)
+PROGRAM("tp_btf/global_dirty_state", global_thresholds)
 {
 	struct global_limit *limit;
 	__u32 zero = 0;
@@ -243,8 +242,7 @@ int global_thresholds(__u64 *ctx)
 }
 
 /* Since 6.16: eight arguments. */
-SEC("tp_btf/balance_dirty_pages")
-int throttled_control(__u64 *ctx)
+PROGRAM("tp_btf/balance_dirty_pages", throttled_control)
 {
 	struct dirty_throttle_control *dtc = (struct dirty_throttle_control *)ctx[1];
 	struct throttle_event event = {
@@ -261,8 +259,7 @@ int throttled_control(__u64 *ctx)
 	return throttled(&event);
 }
 
-SEC("fentry/io_schedule_timeout")
-int sleep_enter(__u64 *ctx)
+PROGRAM("fentry/io_schedule_timeout", sleep_enter)
 {
 	__u32 tid = bpf_get_current_pid_tgid();
 	struct sleeper *sleeper = bpf_map_lookup_elem(&sleepers, &tid);
@@ -276,8 +273,7 @@ int sleep_enter(__u64 *ctx)
 	return 0;
 }
 
-SEC("fexit/io_schedule_timeout")
-int sleep_exit(__u64 *ctx)
+PROGRAM("fexit/io_schedule_timeout", sleep_exit)
 {
 	__u32 tid = bpf_get_current_pid_tgid();
 	struct sleeper *found = bpf_map_lookup_elem(&sleepers, &tid), sleeper;

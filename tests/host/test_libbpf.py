@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shutil
 import struct
 import subprocess
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -142,6 +144,22 @@ def test_custom_btf(tmp_path: Path) -> None:
         pytest.raises(BpfError, match=r"load cgroup_lifecycle\.bpf\.o"),
     ):
         opened.load()
+
+
+def test_programs_are_not_preempted() -> None:
+    """As the kernel has them: between its own functions for that, if it has such (6.10)."""
+    there = "bpf_preempt_disable" in Path("/proc/kallsyms").read_text()
+    with closing(Kernel()) as kernel:
+        control = kernel.arity("balance_dirty_pages", known=(8, 12)) == 8
+    name = "throttled_control" if control else "throttled_values"
+    before = json.loads(lab.sh("bpftool", "-j", "prog", "show"))
+    with load(open_file("dirty_throttle"), [name], {}):
+        programs = json.loads(lab.sh("bpftool", "-j", "prog", "show"))
+        ours = {p["id"] for p in programs} - {p["id"] for p in before}
+        (number,) = (p["id"] for p in programs if p["id"] in ours and p["name"] == name)
+        code = lab.sh("bpftool", "prog", "dump", "xlated", "id", str(number))
+    for what in ("disable", "enable"):
+        assert code.count(f"bpf_preempt_{what}#") == int(there)
 
 
 def test_ring_buffer() -> None:

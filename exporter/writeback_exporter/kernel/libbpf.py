@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import ctypes as C
 import errno
+import functools
 import os
 import struct
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -85,6 +87,9 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {  # name: (result, argument, ...)
     "bpf_program__set_autoload": (_INT, _PTR, C.c_bool),
     "bpf_program__set_attach_target": (_INT, _PTR, _INT, _STR),
     "bpf_program__attach": (_PTR, _PTR),
+    "bpf_program__insns": (_PTR, _PTR),
+    "bpf_program__insn_cnt": (_SIZE, _PTR),
+    "bpf_program__set_insns": (_INT, _PTR, _STR, _SIZE),
     "bpf_link__destroy": (_INT, _PTR),
     "bpf_link__pin": (_INT, _PTR, _STR),
     "bpf_link__unpin": (_INT, _PTR),
@@ -399,6 +404,17 @@ class Program:
             f"find {function} for {self.name}",
         )
 
+    def prepare(self, btf: str | None) -> None:
+        """Makes the calls of bpf/preempt.h, if it has such, what they are on this kernel."""
+        count = _lib.bpf_program__insn_cnt(self._pointer)
+        old = C.string_at(_lib.bpf_program__insns(self._pointer), 8 * count)
+        instructions = [old[at : at + 8] for at in range(0, len(old), 8)]
+        if _PREEMPTION.isdisjoint(instructions):
+            return
+        calls = _preemption(btf)
+        new = b"".join(calls.get(instruction, instruction) for instruction in instructions)
+        _checked(_lib.bpf_program__set_insns(self._pointer, new, count), f"prepare {self.name}")
+
     def run(self, *arguments: int) -> int:
         """Runs a raw tracepoint's program once, with these as its arguments; what it returned."""
         context = (_U64 * len(arguments))(*arguments)
@@ -435,6 +451,7 @@ class Object:
         options = _OpenOptions(sz=C.sizeof(_OpenOptions))
         options.btf_custom_path = os.fsencode(btf) if btf else None
         self.file = file
+        self._btf = btf
         self._links: list[tuple[str, Link]] = []
         _pending().clear()
         pointer = _lib.bpf_object__open_file(os.fsencode(file.path), C.byref(options))
@@ -467,6 +484,8 @@ class Object:
 
     def load(self) -> None:
         """Creates the maps, verifies and loads the programs that are to be loaded."""
+        for program in self.programs.values():
+            program.prepare(self._btf)
         _pending().clear()
         _checked(_lib.bpf_object__load(self._pointer), f"load {self.file.name}")
 
@@ -566,7 +585,11 @@ class KernelBtf:
 
     def has_function(self, name: str) -> bool:
         """Whether there is a function of that name."""
-        return self._find(name, self._KIND_FUNC) is not None
+        return self.function_id(name) is not None
+
+    def function_id(self, name: str) -> int | None:
+        """The id by which a program calls a function of the kernel; None where there is none."""
+        return self._find(name, self._KIND_FUNC)
 
     def has_field(self, name: str, field: str) -> bool:
         """Whether there is a struct of that name with such a field."""
@@ -639,3 +662,24 @@ def may_call() -> bool:
 def enable_stats() -> int:
     """The kernel counts runs and time of BPF programs until this descriptor is closed."""
     return _checked(_lib.bpf_enable_stats(0), "enable BPF statistics")
+
+
+def _kfunc_call(function: int) -> bytes:
+    """struct bpf_insn: BPF_JMP | BPF_CALL with BPF_PSEUDO_KFUNC_CALL as its source."""
+    return struct.pack("=BBhi", 0x85, 2 << 4, 0, function)
+
+
+_NOTHING = struct.pack("=BBhi", 0x05, 0, 0, 0)  # goto +0
+# As bpf/preempt.h has them: the numbers stand for disable and enable.
+_PREEMPTION = {_kfunc_call(1), _kfunc_call(2)}
+
+
+@functools.cache
+def _preemption(btf: str | None) -> dict[bytes, bytes]:
+    """What these become."""
+    with closing(KernelBtf(btf)) as kernel:
+        ids = [kernel.function_id(f"bpf_preempt_{what}") for what in ("disable", "enable")]
+    return {
+        _kfunc_call(number): _NOTHING if function is None else _kfunc_call(function)
+        for number, function in enumerate(ids, start=1)
+    }
