@@ -29,10 +29,10 @@ EXEC = "os.execvp(arguments[0], arguments)"
 
 
 def missed(scrape: Scrape) -> int:
-    """Requests of which the kernel did not show us one event, and says so (since 5.12): an
-    exporter's program was running on that CPU. Since 7.0 tasks can be preempted in a program at a
-    tracepoint, and in guests, where programs are slow, up to one request in 60 is missed (64
-    writers, 7.3); before, interrupts alone come in between, and none was in any of some runs."""
+    """Requests of which the kernel did not show us one event, and says so (since 5.12): the program
+    was running on that CPU. Since 7.0 tasks can be preempted in a program at a tracepoint, and in
+    guests, where programs are slow, some are missed although bpf/preempt.h forbids it: before its
+    first instruction and after its last. Before 7.0 none was in any of some runs."""
     return int(
         sum(
             count
