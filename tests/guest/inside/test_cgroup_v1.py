@@ -109,7 +109,7 @@ def test_v2_beside_v1(tmp_path: Path) -> None:
     assert [(dict(series)["cgroup"], n) for series, n in throttled.items()] == [
         ("/by-task", paused)
     ]
-    assert paused > 10
+    assert paused > 0
     direct = {
         dict(series)["cgroup"]: count
         for series, count in scrape.select(

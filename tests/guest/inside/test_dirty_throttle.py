@@ -85,7 +85,7 @@ def test_sleep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> 
         scrape = lab.scrape(exporter)
     assert scrape.values("dirty_throttle_method_info", "method") == {method}
     labels = {"cgroup": "/throttled", "bdi": SLOW.dev}
-    assert len(slept) > 100
+    assert len(slept) > 20
     assert scrape.sum("dirty_throttle_seconds_count") == len(slept)
     assert scrape.sum("dirty_throttle_seconds_count", **labels) == len(slept)
     seconds = scrape.sum("dirty_throttle_seconds_sum", **labels)
