@@ -29,8 +29,8 @@ QEMU_x86_64 := qemu-system-x86
 QEMU_aarch64 := qemu-system-arm
 # virtiofsd is a package of its own from Debian 13 on; before, it is in qemu-system-common.
 VIRTIOFSD = $(shell apt-cache show virtiofsd >/dev/null 2>&1 && echo virtiofsd)
-TEST_PACKAGES = clang-format bpftool e2fsprogs util-linux kmod busybox-static zstd dmsetup \
-	$(QEMU_$(shell uname -m)) qemu-system-common $(VIRTIOFSD)
+TEST_PACKAGES = clang-format bpftool e2fsprogs xfsprogs btrfs-progs util-linux kmod busybox-static \
+	zstd dmsetup fio blktrace $(QEMU_$(shell uname -m)) qemu-system-common $(VIRTIOFSD)
 
 .PHONY: run build bpf test test-matrix lint unit host guest bench docs wheel clean
 

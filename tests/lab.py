@@ -18,7 +18,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -98,6 +98,15 @@ class Disk:
                 )
         raise AssertionError(f"{self.name} is not in /proc/diskstats")
 
+    def settled(self) -> DiskStats:
+        """Its counts once nothing is in flight: completion is counted a moment after wakeup."""
+        for _ in range(200):
+            stats = self.stats()
+            time.sleep(0.01)
+            if stats.inflight == 0 and stats == self.stats():
+                return stats
+        raise AssertionError(f"{self.name} does not settle: {self.stats()}")
+
     @contextmanager
     def queue(self, **attributes: str) -> Iterator[None]:
         """Settings of the disk's queue, for a while: a loop device outlives its file."""
@@ -132,19 +141,31 @@ def loop_disk(directory: Path, size: int = 64 << 20) -> Iterator[Disk]:
         image.unlink()
 
 
+_MKFS = {
+    "ext4": ("-q", "-F", "-E", "nodiscard,lazy_itable_init=0"),
+    "xfs": ("-q", "-f", "-K"),  # wants 300 MB
+    "btrfs": ("-q", "-f", "-K"),  # wants 110 MB
+}
+
+
 @contextmanager
-def ext4(disk: Disk, directory: Path) -> Iterator[Path]:
-    """An ext4 file system on the disk, mounted."""
-    sh("mkfs.ext4", "-q", "-F", "-E", "nodiscard,lazy_itable_init=0", disk.path)
+def file_system(disk: Disk, directory: Path, kind: str) -> Iterator[Path]:
+    """A file system of that kind on the disk, mounted."""
+    sh(f"mkfs.{kind}", *_MKFS[kind], disk.path)
     mount = directory / "mount"
     mount.mkdir()
-    sh("mount", disk.path, mount)
+    sh("mount", "-t", kind, disk.path, mount)
     try:
         yield mount
     finally:
         _end_children()
         sh("umount", mount)
         mount.rmdir()
+
+
+def ext4(disk: Disk, directory: Path) -> AbstractContextManager[Path]:
+    """An ext4 file system on the disk, mounted."""
+    return file_system(disk, directory, "ext4")
 
 
 @contextmanager
@@ -282,6 +303,15 @@ class Scrape:
                 series = self.samples.setdefault(sample.name, {})
                 assert labels not in series, f"{sample.name}{labels} is there twice"
                 series[labels] = sample.value
+
+    def __sub__(self, earlier: Scrape) -> Scrape:
+        """By how much each series has grown; without those that have not."""
+        grown = Scrape("")
+        for name, series in self.samples.items():
+            before = earlier.samples.get(name, {})
+            growth = {labels: value - before.get(labels, 0) for labels, value in series.items()}
+            grown.samples[name] = {labels: value for labels, value in growth.items() if value}
+        return grown
 
     def select(self, name: str, **labels: str) -> dict[tuple[tuple[str, str], ...], float]:
         """The series of a metric that have these labels, by all their labels."""

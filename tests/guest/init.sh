@@ -37,8 +37,17 @@ mount -t devpts devpts dev/pts
 mount --bind /host/out out || stop "no /out"
 mount --bind /host/lib-modules usr/lib/modules || stop "no modules"
 
-mount -t cgroup2 cgroup2 sys/fs/cgroup
-echo "+io +memory" >sys/fs/cgroup/cgroup.subtree_control || stop "no io and memory controllers"
+if grep -qw writeback_guest.cgroup=v1 proc/cmdline; then
+	# A tree for each controller. Debian has no v1 memory controller since 6.12: it is left to v2.
+	mount -t tmpfs cgroup sys/fs/cgroup
+	mkdir sys/fs/cgroup/blkio sys/fs/cgroup/memory
+	mount -t cgroup -o blkio blkio sys/fs/cgroup/blkio || stop "no v1 blkio controller"
+	mount -t cgroup -o memory memory sys/fs/cgroup/memory || rmdir sys/fs/cgroup/memory
+else
+	mount -t cgroup2 cgroup2 sys/fs/cgroup
+	echo "+io +memory" >sys/fs/cgroup/cgroup.subtree_control ||
+		stop "no io and memory controllers"
+fi
 mount -t bpf bpf sys/fs/bpf
 mount -t tracefs tracefs sys/kernel/tracing
 mount -t debugfs debugfs sys/kernel/debug

@@ -189,7 +189,7 @@ class _Apt:
         # Without `target=` an installed apt-file or appstream makes every update fetch their
         # indexes as well; without `arch=` so do foreign architectures.
         option = f"signed-by={KEYRING} arch={architecture} target=Packages"
-        lines = [f"deb [{option}] {_mirror(suite)} {suite} main\n" for suite in suites]
+        lines = [f"deb [{option}] {mirror(suite)} {suite} main\n" for suite in suites]
         (state / "sources.list").write_text("".join(lines))
         settings = {
             "Dir::Etc::sourcelist": state / "sources.list",
@@ -242,7 +242,7 @@ class _Apt:
                 self.download(part, version, parts)
 
 
-def _mirror(suite: str) -> str:
+def mirror(suite: str) -> str:
     """The address where this system's apt finds suites of this kind. Raises AptError."""
     label = "Debian-Security" if suite.endswith("-security") else "Debian"
     targets = _answer(

@@ -10,10 +10,6 @@ from . import suite
 # Also what comes from a test that did its work, such as a warning in a BPF helper.
 COMPLAINTS = re.compile(r"WARNING: |BUG: |Oops|rcu: INFO: .* stall|blocked for more than")
 
-# The kernel's own, once inside/test_without_cgroup_v2.py has moved a controller that is in use.
-MEMORY_MOVED = "tests: memory controller moves to cgroup v1"
-PAGE_COUNTER = "at mm/page_counter.c:"
-
 
 def test_suite(guests: list[suite.Report]) -> None:
     """Something ran, and no more than is reported below."""
@@ -52,10 +48,5 @@ def test_kernel_log(guests: list[suite.Report]) -> None:
     for guest in guests:
         lines = guest.result.kernel_log.splitlines()
         assert len(lines) > 50, "the guest left no kernel log"
-        moved = next((i for i, line in enumerate(lines) if MEMORY_MOVED in line), len(lines))
-        complaints = [
-            line
-            for i, line in enumerate(lines)
-            if COMPLAINTS.search(line) and not (i > moved and PAGE_COUNTER in line)
-        ]
+        complaints = [line for line in lines if COMPLAINTS.search(line)]
         assert not complaints, "\n".join([*complaints, f"see {guest.result.out}/dmesg"])

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NVMe multipath: the disk that is used has no requests; its paths, which have them, are hidden."""
+"""NVMe: a plain disk is one of its own. Behind multipath the disk that is used has no requests; its
+paths, which have them, are hidden."""
 
 from __future__ import annotations
 
+import json
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -11,19 +14,28 @@ from tests.lab import Scrape
 
 from . import kernels, vm
 
-# The head is not there at once, and has no capacity before a path is live.
-WRITE_AND_SCRAPE = """
-import pathlib, time
+# The head is not there at once, and has no capacity before a path is live. Which is which, the size
+# tells, for controllers are numbered as they come.
+HEAD, PLAIN = 16 << 20, 8 << 20
+WRITE_AND_SCRAPE = f"""
+import json, pathlib, time
 from tests import lab
 for _ in range(100):
-    heads = [size.parent.name for size in pathlib.Path("/sys/block").glob("nvme[01]n1/size")
-             if int(size.read_text())]
-    if heads:
+    found = {{int(size.read_text()) * 512: size.parent.name
+             for size in pathlib.Path("/sys/block").glob("nvme?n1/size")}}
+    if {{{HEAD}, {PLAIN}}} <= found.keys():
         break
     time.sleep(0.1)
+head, plain = (lab.Disk("/dev/" + found[size]) for size in ({HEAD}, {PLAIN}))
 with lab.Exporter() as exporter, lab.cgroup(lab.hierarchies().io, "nvme") as group:
-    lab.run_in([group], lab.DIRECT_WRITER, f"/dev/{heads[0]}", 4096, 40, 0)
+    before = plain.settled()
+    lab.run_in([group], lab.DIRECT_WRITER, head.path, 4096, 40, 0)
+    lab.run_in([group], lab.DIRECT_WRITER, plain.path, 8192, 25, 0)
+    lab.run_in([group], lab.DIRECT_READER, plain.path, 4096, 30, 0)
+    truth = plain.settled() - before
     pathlib.Path("/out/metrics").write_bytes(exporter.get("/metrics"))
+counts = [truth.reads, truth.read_bytes, truth.writes, truth.written_bytes]
+pathlib.Path("/out/plain").write_text(json.dumps([plain.name, *counts]))
 """
 
 
@@ -40,23 +52,39 @@ class TwoPaths(vm.Disk):
         ]
 
 
-def test_paths_join_their_head(kernel: kernels.Kernel, tmp_path: Path) -> None:
+def test_a_plain_disk_and_paths_that_join_their_head(
+    kernel: kernels.Kernel, tmp_path: Path
+) -> None:
     vm.run(
         kernel,
         shlex.join([sys.executable, "-c", WRITE_AND_SCRAPE]),
         out=tmp_path,
-        disks=[TwoPaths(16 << 20)],
+        disks=[TwoPaths(HEAD), vm.Disk(PLAIN, model="nvme")],
         modules=["nvme"],
     )
     scrape = Scrape((tmp_path / "metrics").read_text())
-    # It has the number of the controller that was first.
-    (head,) = {"nvme0n1", "nvme1n1"} & scrape.values("device_info", "device")
-    paths = {head.replace("n1", f"c{number}n1") for number in (0, 1)}
-    assert scrape.values("device_info", "device", kind="path") == paths
-    assert scrape.values("device_info", "disk", kind="path") == {head}
+    name, *counts = json.loads((tmp_path / "plain").read_text())
+    assert counts == [30, 30 * 4096, 25, 25 * 8192]
+    assert [
+        scrape.sum(f"block_io_size_bytes_{part}", cgroup="/nvme", device=name, op=op)
+        for op in ("read", "write")
+        for part in ("count", "sum")
+    ] == counts
+    assert scrape.values("device_info", "parents", device=name) == {""}
+
+    (head,) = scrape.values("device_info", "disk", kind="path")
+    paths = scrape.values("device_info", "device", kind="path")
+    assert len(paths) == 2
+    assert all(re.fullmatch(head.replace("n1", r"c\dn1"), path) for path in paths)
     assert scrape.values("device_info", "parents", device=head) == {",".join(sorted(paths))}
     assert scrape.values("device_disk_info", "disk", device=head) == paths
-    # All IO of the cgroup is on the paths, and on nothing else.
-    written = scrape.select("block_io_size_bytes_count", cgroup="/nvme", op="write")
-    assert {dict(series)["device"] for series in written} <= paths
+    # All other IO of the cgroup is on the paths, and on nothing else.
+    written = {
+        dict(series)["device"]: count
+        for series, count in scrape.select(
+            "block_io_size_bytes_count", cgroup="/nvme", op="write"
+        ).items()
+    }
+    assert written.pop(name) == 25
+    assert written.keys() <= paths
     assert sum(written.values()) == 40

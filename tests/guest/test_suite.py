@@ -63,7 +63,9 @@ def test_a(): pass
 def inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty directory in the place of inside/, whose tests run on this host."""
 
-    def run(kernel: Kernel, command: str, *, out: Path, timeout: float, stop: None) -> vm.Result:
+    def run(
+        kernel: Kernel, command: str, *, out: Path, timeout: float, append: str, stop: None
+    ) -> vm.Result:
         command = command.replace("/out/", f"{out}/")
         done = subprocess.run(
             ["sh", "-c", command],

@@ -26,6 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from . import initramfs, kernels
 
@@ -149,6 +150,7 @@ def run(
     *,
     out: Path,
     shares: Sequence[Path] = (),
+    instead: Mapping[Path, Path] = MappingProxyType({}),
     disks: Sequence[Disk] = DISKS,
     memory: int = 1 << 30,
     cpus: int = CPUS,
@@ -160,7 +162,8 @@ def run(
     """Run the shell command `command` in the checkout, as root, in a guest that runs `kernel`.
 
     `out` is an existing directory, /out in the guest. `shares` are further directories of the host
-    that the guest sees read-only at the same path. `memory` is in bytes, `timeout` in seconds.
+    that the guest sees read-only at the same path; those of `instead` it sees at the path that is
+    their key. `memory` is in bytes, `timeout` in seconds.
     `append` goes to the kernel's command line, `modules` are loaded at boot besides MODULES. `stop`
     ends the guest, with a GuestError.
 
@@ -176,7 +179,9 @@ def run(
         start = time.monotonic()
         initramfs.build(kernel, [*MODULES, *modules], work / "initrd")
         with (
-            _virtiofsd(_served(shares, kernel, out), work, out / "virtiofsd.log") as virtiofsd,
+            _virtiofsd(
+                _served(shares, kernel, out) | dict(instead), work, out / "virtiofsd.log"
+            ) as virtiofsd,
             _process(
                 [
                     *_machine_arguments(machine, memory, cpus),

@@ -11,17 +11,7 @@ import pytest
 
 from tests import lab
 from tests.host.witness import Witness, unless_hidden
-from tests.lab import DIRECT_READER, DIRECT_WRITER, Cgroup, Disk, DiskStats, Scrape
-
-
-def settled(disk: Disk) -> DiskStats:
-    """The disk's counts once nothing is in flight: completion is counted a moment after wakeup."""
-    for _ in range(200):
-        stats = disk.stats()
-        time.sleep(0.01)
-        if stats.inflight == 0 and stats == disk.stats():
-            return stats
-    raise AssertionError(f"{disk.name} does not settle: {disk.stats()}")
+from tests.lab import DIRECT_READER, DIRECT_WRITER, Cgroup, Disk, Scrape
 
 
 class Measure:
@@ -30,11 +20,11 @@ class Measure:
     def __init__(self, exporter: lab.Exporter, disk: Disk, witness: Witness) -> None:
         self.exporter, self.disk, self.witness = exporter, disk, witness
         self.hidden_before = witness.hidden(disk)
-        self.stats_before = settled(disk)
+        self.stats_before = disk.settled()
         self.before = exporter.scrape()
 
     def end(self) -> None:
-        self.truth = settled(self.disk) - self.stats_before
+        self.truth = self.disk.settled() - self.stats_before
         self.hidden = self.witness.hidden(self.disk) - self.hidden_before
         self.after = self.exporter.scrape()
 
@@ -231,9 +221,9 @@ def test_errors_and_partial_completions(
 ) -> None:
     """Past the end of its file a loop device completes a portion, requeues, then fails."""
     os.truncate(tmp_path / "image", 7 * 65536 + 4096)
-    before = settled(disk)
+    before = disk.settled()
     failed = int(lab.run_in([io_cgroup], TRUNCATED_READER, disk.path))
-    truth = settled(disk) - before
+    truth = disk.settled() - before
     assert failed == 9
     scrape = exporter.scrape()
     errors = scrape.select("block_io_errors_total", device=disk.name)

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 TRACING = Path("/sys/kernel/tracing")
@@ -62,6 +64,55 @@ def kprobes(*definitions: str) -> Iterator[None]:
         yield
     finally:
         events.write_text("")
+
+
+def pauses(trace: Path) -> int:
+    """How often balance_dirty_pages() demanded one, by the event of that name."""
+    found = re.findall(r" balance_dirty_pages: .* pause=(-?\d+)", trace.read_text())
+    return sum(int(pause) > 0 for pause in found)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a kernel function, as ftrace has it."""
+
+    task: str
+    at: float
+    """Seconds."""
+    function: str
+    caller: str
+
+
+class Calls:
+    """Calls of kernel functions by ftrace's function tracer, which owes nothing to BPF."""
+
+    def __init__(self, *functions: str) -> None:
+        self._functions = functions
+
+    def __enter__(self) -> Calls:
+        (TRACING / "buffer_size_kb").write_text("8192")
+        (TRACING / "set_ftrace_filter").write_text("\n".join(self._functions))
+        (TRACING / "current_tracer").write_text("function")
+        (TRACING / "trace").write_text("")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.all = [
+            Call(task, float(at), function, caller)
+            for task, at, function, caller in re.findall(
+                r"^\s*(.+-\d+)\s+\[.* ([\d.]+): (\w+) <-([\w.]+)$",
+                (TRACING / "trace").read_text(),
+                re.MULTILINE,
+            )
+        ]
+        (TRACING / "current_tracer").write_text("nop")
+        (TRACING / "set_ftrace_filter").write_text("")
+
+    def count(self, function: str, *callers: str) -> int:
+        """Those by functions whose names begin so."""
+        return sum(
+            call.function == function and call.caller.startswith(callers) for call in self.all
+        )
 
 
 def vmstat(name: str) -> int:

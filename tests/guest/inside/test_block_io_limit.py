@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests import lab
-from tests.guest.inside.kernel import TRACING, dirty_limits
+from tests.guest.inside.kernel import Call, Calls, dirty_limits
 from tests.guest.inside.test_main_signals import FAST, MIB, SLOW
 from tests.lab import BUFFERED_WRITER, DIRECT_READER, DIRECT_WRITER, Cgroup, Disk, Scrape
 from writeback_exporter.exporter import Exporter
@@ -98,63 +98,21 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-@dataclass(frozen=True)
-class Call:
-    """A call of a kernel function, as ftrace has it."""
-
-    task: str
-    at: float
-    """Seconds."""
-    function: str
-    caller: str
-
-
-class Calls:
-    """Calls of kernel functions by ftrace's function tracer, which owes nothing to BPF."""
-
-    def __init__(self, *functions: str) -> None:
-        self._functions = functions
-
-    def __enter__(self) -> Calls:
-        (TRACING / "buffer_size_kb").write_text("8192")
-        (TRACING / "set_ftrace_filter").write_text("\n".join(self._functions))
-        (TRACING / "current_tracer").write_text("function")
-        (TRACING / "trace").write_text("")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.all = [
-            Call(task, float(at), function, caller)
-            for task, at, function, caller in re.findall(
-                r"^\s*(.+-\d+)\s+\[.* ([\d.]+): (\w+) <-([\w.]+)$",
-                (TRACING / "trace").read_text(),
-                re.MULTILINE,
-            )
-        ]
-        (TRACING / "current_tracer").write_text("nop")
-        (TRACING / "set_ftrace_filter").write_text("")
-
-    def count(self, function: str, *callers: str) -> int:
-        """Those by functions whose names begin so."""
-        return sum(
-            call.function == function and call.caller.startswith(callers) for call in self.all
-        )
-
-    def held(self) -> float:
-        """Seconds from each bio's hold until it is let go, where there is one at a time."""
-        seconds, since = 0.0, 0.0
-        for call in self.all:
-            if call.function == "throtl_add_bio_tg" and call.caller.startswith(SUBMIT):
-                since = call.at
-            elif call.function == "blk_throtl_dispatch_work_fn" and since:
-                seconds += call.at - since
-                since = 0
-        return seconds
-
-
 THROTTLE = ("throtl_add_bio_tg", "blk_throtl_dispatch_work_fn")
 SUBMIT = ("blk_throtl_bio", "__blk_throtl_bio")
 """That calls throtl_add_bio_tg() for a bio that is held, its name up to 5.17 and since."""
+
+
+def held(calls: Calls) -> float:
+    """Seconds from each bio's hold until it is let go, where there is one at a time."""
+    seconds, since = 0.0, 0.0
+    for call in calls.all:
+        if call.function == "throtl_add_bio_tg" and call.caller.startswith(SUBMIT):
+            since = call.at
+        elif call.function == "blk_throtl_dispatch_work_fn" and since:
+            seconds += call.at - since
+            since = 0
+    return seconds
 
 
 def io_max(group: Cgroup, **limits: object) -> None:
@@ -191,7 +149,7 @@ def test_a_direct_writer_over_io_max(exporter: Exporter, limit: dict[str, int]) 
         assert COUNT / 2 < count <= COUNT
         assert 0.5 * COUNT * SIZE / RATE < seconds < took
         # ftrace stamps the end a little before we do, and the begin perhaps.
-        assert seconds > calls.held() - 0.001 * count
+        assert seconds > held(calls) - 0.001 * count
         assert seen.waits(f"/{name}", "qos") == (0, 0)
         seen.check()
 
@@ -241,7 +199,7 @@ def test_nested_limits_are_one_wait(exporter: Exporter) -> None:
         assert count == calls.count("throtl_add_bio_tg", *SUBMIT)
         assert calls.count("throtl_add_bio_tg", "tg_dispatch_one_bio") > count / 2
         assert COUNT / 2 < count <= COUNT
-        assert calls.held() - 0.001 * count < seconds < took
+        assert held(calls) - 0.001 * count < seconds < took
         assert "/above" not in seen.cgroups
         seen.check()
 

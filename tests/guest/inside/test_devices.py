@@ -27,13 +27,13 @@ COLLECTORS = lab.only("block_io", "dirty_throttle", "devices")
 
 
 @contextmanager
-def mapped(*disks: Disk) -> Iterator[Disk]:
-    """A dm-linear disk over these, one after the other."""
+def mapped(*disks: Disk, target: str = "linear {path} 0") -> Iterator[Disk]:
+    """A device mapper's disk over these, one after the other."""
     lab.sh("modprobe", "dm-mod")
     start, table = 0, []
     for disk in disks:
         sectors = int(Path("/sys/block", disk.name, "size").read_text())
-        table.append(f"{start} {sectors} linear {disk.path} 0")
+        table.append(f"{start} {sectors} {target.format(path=disk.path)}")
         start += sectors
     # There is no udev that would make a link in /dev/mapper.
     lab.sh("dmsetup", "create", "joined", "--noudevsync", "--table", "\n".join(table))

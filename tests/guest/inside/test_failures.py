@@ -10,8 +10,9 @@ from pathlib import Path
 
 from tests import lab
 from tests.lab import BUFFERED_WRITER, DIRECT_WRITER, TWO_CAPABILITIES, with_mounts
+from writeback_exporter.names.cgroups import Hierarchy
 
-from .test_main_signals import FAST, MIB, SLOW
+from .test_main_signals import FAST, MIB, SLOW, io_stat
 
 LOCKED_MEMORY = ("prlimit", "--memlock=unlimited:unlimited")
 WITHOUT_TRACEFS = with_mounts("umount /sys/kernel/tracing /sys/kernel/debug")
@@ -76,22 +77,37 @@ def test_controllers_off_below_the_root(tmp_path: Path) -> None:
 
 
 def test_cgroup_namespace() -> None:
-    """What is above its root has no name: it is in other, and no number is lost."""
+    """What is above its root has no name: it is in other, and no number is lost. What is below has
+    its path from there."""
     hierarchy = lab.hierarchies().io
-    with lab.cgroup(hierarchy, "namespace") as group, lab.cgroup(hierarchy, "above") as above:
+    with (
+        lab.cgroup(hierarchy, "namespace") as group,
+        lab.cgroup(hierarchy, "above") as above,
+        lab.cgroup(Hierarchy(0, str(group.directory)), "exporter") as own,
+        lab.cgroup(Hierarchy(0, str(group.directory)), "below") as below,
+    ):
         prefix = (
             *("sh", "-c", f'echo 0 >{group.directory}/cgroup.procs && exec "$@"', "sh"),
             *("unshare", "--cgroup"),
-            *with_mounts("umount /sys/fs/cgroup", "mount -t cgroup2 cgroup2 /sys/fs/cgroup"),
+            *with_mounts(
+                f"echo 0 >{own.directory}/cgroup.procs",
+                "umount /sys/fs/cgroup",
+                "mount -t cgroup2 cgroup2 /sys/fs/cgroup",
+            ),
         )
         with lab.Exporter(prefix=prefix) as exporter:
+            (group.directory / "cgroup.subtree_control").write_text("+io +memory")
             lab.run_in([above], DIRECT_WRITER, FAST.path, 4096, 30, 0)
-            scrape = exporter.scrape()
+            lab.run_in([below], DIRECT_WRITER, FAST.path, 4096, 20, 0)
+            scrape, truth = exporter.scrape(), io_stat(below, FAST)
     assert reasons(scrape)["cgroup_names"] == "cgroup namespace"
     assert any("docker: --cgroupns=host" in line for line in exporter.log)
     assert set(scrape.select("exporter_collector_success").values()) == {1}
     written = {"op": "write", "device": FAST.name}
     assert scrape.sum("block_io_size_bytes_count", cgroup="other", **written) == 30
+    assert scrape.sum("block_io_size_bytes_count", cgroup="/below", **written) == truth["wios"]
+    assert scrape.sum("block_io_size_bytes_sum", cgroup="/below", **written) == truth["wbytes"]
+    assert truth["wios"] == 20
     assert scrape.sum("exporter_collapsed_cgroups", reason="no name") >= 1
 
 

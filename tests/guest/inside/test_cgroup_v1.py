@@ -1,16 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A host with cgroup v1 alone: block IO and throttling are named by two hierarchies, whose ids are
-two spaces.
-
-Runs last (conftest.py): the kernel gives the memory controller back to v2 only when the last page
-of the last v1 cgroup has gone, so what this mounts stays.
-"""
+"""Hosts with cgroup v1, alone or beside v2: block IO and throttling are named by two hierarchies,
+whose ids are two spaces. In a guest of its own, that has booted so (init.sh)."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,41 +13,15 @@ import pytest
 from tests import lab
 from tests.lab import BUFFERED_WRITER, DIRECT_WRITER
 
-from .kernel import dirty_limits
+from .kernel import dirty_limits, ftrace, pauses
 from .test_main_signals import FAST, MIB, SLOW
 
 TOP = Path("/sys/fs/cgroup")
+HAS_MEMORY = (TOP / "memory").exists()
 
 
-@pytest.fixture
-def v1() -> None:
-    """Unmounts cgroup v2 and mounts blkio and memory as v1, for good."""
-    # What was charged to v2 is uncharged from the root of v1, of which 5.10 and 6.1 may warn:
-    # test_guest.py reads the kernel's log with that in mind from this line on.
-    Path("/dev/kmsg").write_text("tests: memory controller moves to cgroup v1\n")
-    (TOP / "cgroup.subtree_control").write_text("-io -memory")
-    lab.sh("umount", TOP)
-    lab.sh("mount", "-t", "tmpfs", "cgroup", TOP)
-    for controller in ("blkio", "memory"):
-        (TOP / controller).mkdir()
-        _mount(controller)
-
-
-def _mount(controller: str) -> None:
-    # Busy while cgroups of v2 that are gone still have pages.
-    command = ["mount", "-t", "cgroup", "-o", controller, controller, str(TOP / controller)]
-    for _ in range(100):
-        Path("/proc/sys/vm/drop_caches").write_text("3")
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode == 0:
-            return
-        if tuple(map(int, os.uname().release.split(".")[:2])) >= (6, 12):
-            pytest.skip(f"Debian's kernels have no v1 {controller} controller since 6.12")
-        time.sleep(0.1)
-    raise AssertionError(done.stderr)
-
-
-def test_each_signal_by_its_own_hierarchy(v1: None, tmp_path: Path) -> None:
+@pytest.mark.skipif(not HAS_MEMORY, reason="no v1 memory controller in Debian's kernels since 6.12")
+def test_each_signal_by_its_own_hierarchy(tmp_path: Path) -> None:
     found = lab.hierarchies()
     assert (found.io.mount, found.task.mount) == (str(TOP / "blkio"), str(TOP / "memory"))
     assert found.io.id != found.task.id != 0
@@ -98,3 +67,59 @@ def test_each_signal_by_its_own_hierarchy(v1: None, tmp_path: Path) -> None:
     assert [(dict(labels)["reason"], value) for labels, value in features.items()] == [
         ("cgroup v1", 0.0)
     ]
+
+
+@contextmanager
+def unified() -> Iterator[None]:
+    """v2 beside v1, where systemd had it; with the memory controller if v1 has it not."""
+    mount = TOP / "unified"
+    mount.mkdir()
+    lab.sh("mount", "-t", "cgroup2", "cgroup2", mount)
+    try:
+        if not HAS_MEMORY:
+            (mount / "cgroup.subtree_control").write_text("+memory")
+        yield
+    finally:
+        lab.sh("umount", mount)
+        mount.rmdir()
+
+
+def test_v2_beside_v1(tmp_path: Path) -> None:
+    """Throttling is named by v2, block IO by v1, which charges buffered writeback to its root."""
+    with (
+        unified(),
+        lab.ext4(SLOW, tmp_path) as mount,
+        lab.Exporter(*lab.only("block_io", "dirty_throttle")) as exporter,
+        lab.cgroup(lab.hierarchies().io, "by-io") as io,
+        lab.cgroup(lab.hierarchies().task, "by-task") as task,
+        dirty_limits(MIB, 2 * MIB),
+    ):
+        found = lab.hierarchies()
+        assert (found.io.mount, found.task.mount) == (str(TOP / "blkio"), str(TOP / "unified"))
+        before = FAST.stats()
+        lab.run_in([io, task], DIRECT_WRITER, FAST.path, 4096, 10, 0)
+        lab.run_in([], DIRECT_WRITER, FAST.path, 8192, 5, 0)
+        truth = FAST.stats() - before
+        with ftrace("writeback/balance_dirty_pages") as trace:
+            lab.run_in([io, task], BUFFERED_WRITER, mount / "file", 6 * MIB)
+        lab.sh("sync", "-f", mount)
+        scrape = exporter.scrape()
+        paused = pauses(trace)
+    throttled = scrape.select("dirty_throttle_seconds_count", bdi=SLOW.dev)
+    assert [(dict(series)["cgroup"], n) for series, n in throttled.items()] == [
+        ("/by-task", paused)
+    ]
+    assert paused > 10
+    direct = {
+        dict(series)["cgroup"]: count
+        for series, count in scrape.select(
+            "block_io_size_bytes_count", device=FAST.name, op="write"
+        ).items()
+    }
+    assert direct == {"/by-io": 10, "/": 5}
+    assert sum(direct.values()) == truth.writes
+    written = {"device": SLOW.name, "op": "write"}
+    assert scrape.values("block_io_size_bytes_sum", "cgroup", **written) == {"/"}
+    assert scrape.sum("block_io_size_bytes_sum", **written) >= 6 * MIB
+    reasons = scrape.values("exporter_feature_available", "reason", feature="writeback_attribution")
+    assert reasons == {"cgroup v1"}
