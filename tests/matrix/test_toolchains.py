@@ -9,7 +9,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,37 +17,9 @@ from tests.guest import kernels, offer, vm
 from writeback_exporter.kernel.layout import ObjectFile
 from writeback_exporter.kernel.loader import OBJECTS
 
-from . import releases
+from .conftest import Run
 
-Run = Callable[[str], subprocess.CompletedProcess[str]]
 NAMES = sorted(path.name for path in OBJECTS.glob("*.bpf.o"))
-
-
-@pytest.fixture(scope="module")
-def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return releases.clone(tmp_path_factory.mktemp("release"))
-
-
-@pytest.fixture(scope="module")
-def there(checkout: Path) -> Run:
-    """Runs a command in the checkout in the other release, where it has been built."""
-    try:
-        root = releases.root(releases.other_release())
-    except releases.ReleaseUnavailable as error:
-        failure = str(error)
-    else:
-
-        def run(command: str) -> subprocess.CompletedProcess[str]:
-            return releases.enter(root, checkout, command)
-
-        built = run("make build CLANG='clang -Werror'")
-        assert built.returncode == 0, built.stdout + built.stderr
-        return run
-    pytest.fail(failure, pytrace=False)
-
-
-def objects(checkout: Path) -> Path:
-    return checkout / OBJECTS.relative_to(vm.CHECKOUT)
 
 
 def test_versions_differ(there: Run) -> None:
@@ -84,31 +55,30 @@ def test_all_there(there: Run) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_layouts_are_the_same(there: Run, checkout: Path, name: str) -> None:
-    mine, its = (ObjectFile(str(place / name)) for place in (OBJECTS, objects(checkout)))
-    assert (OBJECTS / name).read_bytes() != (objects(checkout) / name).read_bytes()
+def test_layouts_are_the_same(other_objects: Path, name: str) -> None:
+    mine, its = (ObjectFile(str(place / name)) for place in (OBJECTS, other_objects))
+    assert (OBJECTS / name).read_bytes() != (other_objects / name).read_bytes()
     assert mine.maps == its.maps
     assert mine.version == its.version
 
 
-def test_these_objects_there(there: Run, checkout: Path) -> None:
-    kept = checkout / "objects.its"
-    shutil.move(objects(checkout), kept)
+def test_these_objects_there(there: Run, other_objects: Path) -> None:
+    kept = other_objects.with_name("objects.its")
+    shutil.move(other_objects, kept)
     try:
-        shutil.copytree(OBJECTS, objects(checkout))
+        shutil.copytree(OBJECTS, other_objects)
         said = there(DOCTOR)
     finally:
-        shutil.rmtree(objects(checkout))
-        shutil.move(kept, objects(checkout))
+        shutil.rmtree(other_objects)
+        shutil.move(kept, other_objects)
     assert said.returncode == 0, said.stdout + said.stderr
 
 
-@pytest.mark.usefixtures("there")
-def test_its_objects_here(checkout: Path) -> None:
+def test_its_objects_here(other_objects: Path) -> None:
     """Throttling and IO are counted exactly by them on this host."""
     tests = ["tests/host/test_block_io.py", "tests/host/test_dirty_throttle.py"]
     command = shlex.join([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests])
-    mount = f"mount --bind {shlex.quote(str(objects(checkout)))} {shlex.quote(str(OBJECTS))}"
+    mount = f"mount --bind {shlex.quote(str(other_objects))} {shlex.quote(str(OBJECTS))}"
     said = subprocess.run(
         ["unshare", "--mount", "--propagation=private", "sh", "-c", f"{mount} && exec {command}"],
         cwd=vm.CHECKOUT,
@@ -120,14 +90,13 @@ def test_its_objects_here(checkout: Path) -> None:
     assert said.returncode == 0, said.stdout[-6000:] + said.stderr
 
 
-@pytest.mark.usefixtures("there")
 @pytest.mark.parametrize("name", offer.KERNELS)
-def test_its_objects_on_each_kernel(checkout: Path, name: str, tmp_path: Path) -> None:
+def test_its_objects_on_each_kernel(other_objects: Path, name: str, tmp_path: Path) -> None:
     """The verifiers of all kernels accept what the other compiler made."""
     try:
         kernel = kernels.fetch(name)
     except kernels.KernelUnavailable as error:
         pytest.fail(str(error), pytrace=False)
-    made = offer.gather(kernel, tmp_path, objects(checkout))
+    made = offer.gather(kernel, tmp_path, other_objects)
     assert made.column == offer.documented(name)
     assert sum(runs for runs, _ in made.loaded.values()) > 1000
