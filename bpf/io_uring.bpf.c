@@ -36,7 +36,7 @@ SEC("tp_btf/io_uring_create")
 int io_uring_create(__u64 *ctx)
 {
 	__u32 flags = ctx[4], process = bpf_get_current_pid_tgid() >> 32;
-	struct ring_owner *owner, first = { .made = 1 };
+	struct ring_owner *owner, first = {}; /* with a number in it clang 19 makes it a map's */
 
 	if (!(flags & IORING_SETUP_SQPOLL))
 		return 0;
@@ -45,6 +45,7 @@ int io_uring_create(__u64 *ctx)
 		add(&owner->made, 1);
 		return 0;
 	}
+	first.made = 1;
 	first.cgroup = current_cgroup();
 	if (bpf_map_update_elem(&ring_owners, &process, &first, BPF_ANY))
 		drop(DROP_RING_OWNERS);

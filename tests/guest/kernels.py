@@ -85,10 +85,19 @@ class Kernel:
 
 
 def cache_directory() -> Path:
-    """`$XDG_CACHE_HOME/writeback-exporter/kernels`, by default below ~/.cache."""
+    """`$XDG_CACHE_HOME/writeback-exporter`, by default below ~/.cache."""
     base = os.environ.get("XDG_CACHE_HOME")  # the specification: a relative path is to be ignored
     top = Path(base) if base and os.path.isabs(base) else Path.home() / ".cache"
-    return top / "writeback-exporter" / "kernels"
+    return top / "writeback-exporter"
+
+
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Alone with a part of the cache, whichever process: waits for a fetch that is under way."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with open(directory / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def fetch(name: str) -> Kernel:
@@ -103,7 +112,7 @@ def fetch(name: str) -> Kernel:
     if machine not in ARCHITECTURES:
         raise KernelUnavailable(f"kernel {name}: Debian has no cloud kernel for {machine}")
     store = _Store(name, ARCHITECTURES[machine])
-    with store.locked():
+    with locked(store.directory):
         cached = store.current()
         if cached and store.age() < REFRESH_SECONDS:
             return cached
@@ -125,19 +134,11 @@ class _Store:
     def __init__(self, name: str, architecture: str) -> None:
         self.name = name
         self.architecture = architecture
-        self.directory = cache_directory() / f"{name}-{architecture}"
+        self.directory = cache_directory() / "kernels" / f"{name}-{architecture}"
         # linux-image-6.1.0-53-cloud-amd64, linux-image-6.18.15+deb13-cloud-arm64; neither the
         # meta package linux-image-cloud-amd64 nor the -dbg and -unsigned packages. The dot after
         # the name matters: bookworm-security has a 6.12 beside its 6.1.
         self.pattern = rf"linux-image-{re.escape(name)}\..*-cloud-{architecture}"
-
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Alone with this store, whichever process: waits for a fetch that is under way."""
-        self.directory.mkdir(parents=True, exist_ok=True)
-        with open(self.directory / "lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
 
     def current(self) -> Kernel | None:
         try:
@@ -215,12 +216,12 @@ class _Apt:
 
     def newest(self, pattern: str) -> tuple[str, str]:
         """Name and version of the newest package whose name matches. Raises AptError."""
-        _answer(["apt-get", *self._options, "-q", "update"])
-        names = _answer(["apt-cache", *self._options, "pkgnames", "linux-image-"]).split()
+        answer(["apt-get", *self._options, "-q", "update"])
+        names = answer(["apt-cache", *self._options, "pkgnames", "linux-image-"]).split()
         names = [name for name in names if re.fullmatch(pattern, name)]
         if not names:
             raise AptError("no such package")
-        shown = _answer(["apt-cache", *self._options, "show", *names])
+        shown = answer(["apt-cache", *self._options, "show", *names])
         found: list[tuple[str, str]] = re.findall(
             r"^Package: (\S+)$.*?^Version: (\S+)$", shown, re.MULTILINE | re.DOTALL
         )
@@ -230,11 +231,11 @@ class _Apt:
     def download(self, package: str, version: str, parts: str) -> None:
         """The package and, of its dependencies, those that match `parts`, which are of the same
         kernel. Raises AptError."""
-        _answer(
+        answer(
             ["apt-get", *self._options, "-q", "download", f"{package}={version}"], self.downloads
         )
         (archive,) = self.downloads.glob(f"{package}_*.deb")
-        depends = _answer(["dpkg-deb", "--field", str(archive), "Depends"])
+        depends = answer(["dpkg-deb", "--field", str(archive), "Depends"])
         # From 7.x on linux-image-* is empty: the kernel is in linux-binary-*, which depends on
         # linux-modules-*. Both have the image's version.
         for part in sorted(set(re.findall(parts, depends))):
@@ -245,7 +246,7 @@ class _Apt:
 def mirror(suite: str) -> str:
     """The address where this system's apt finds suites of this kind. Raises AptError."""
     label = "Debian-Security" if suite.endswith("-security") else "Debian"
-    targets = _answer(
+    targets = answer(
         ["apt-get", "indextargets", "--format", "$(LABEL) $(REPO_URI)", "Created-By: Packages"]
     )
     for line in targets.splitlines():
@@ -270,7 +271,7 @@ def _unpack(archives: Path, kernel: Path, whole: bool) -> None:
     not the `whole` is wanted then the image and an empty directory of modules."""
     tree = archives / "tree"
     for archive in sorted(archives.glob("*.deb")):
-        _answer(["dpkg-deb", "--extract", str(archive), str(tree)])
+        answer(["dpkg-deb", "--extract", str(archive), str(tree)])
     # bookworm has /lib/modules, trixie /usr/lib/modules; 7.x has vmlinuz beside the modules, the
     # others in /boot.
     modules = [*tree.glob("lib/modules/*"), *tree.glob("usr/lib/modules/*")]
@@ -288,10 +289,10 @@ def _unpack(archives: Path, kernel: Path, whole: bool) -> None:
     modules[0].rename(kernel / "lib/modules" / release)
     # 7.x ships modules.dep; for the others the package's postinst makes it, which did not run.
     if whole and not (kernel / "lib/modules" / release / "modules.dep").exists():
-        _answer(["depmod", "--basedir", str(kernel), release])
+        answer(["depmod", "--basedir", str(kernel), release])
 
 
-def _answer(command: Sequence[str], directory: Path | None = None) -> str:
+def answer(command: Sequence[str], directory: Path | None = None) -> str:
     """What `command` prints. Raises AptError with what it complained about, in one line."""
     path = os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin"  # depmod, also for non-root
     try:
@@ -311,7 +312,8 @@ def _answer(command: Sequence[str], directory: Path | None = None) -> str:
         raise AptError(f"{command[0]} had no answer in {APT_TIMEOUT_SECONDS} s") from error
     if done.returncode == 0:
         return done.stdout
-    # apt: "E: Failed to fetch ..." and "W: ..." ; the first one names the cause.
-    complaints = re.findall(r"^[EW]: ?(.*)$", done.stderr, re.MULTILINE)
+    # apt: "E: Failed to fetch ..." and "W: ..." ; the first one names the cause. debootstrap's are
+    # among what it prints.
+    complaints = re.findall(r"^[EW]: ?(.*)$", done.stderr + done.stdout, re.MULTILINE)
     complaint = complaints[0] if complaints else " ".join(done.stderr.split())
     raise AptError(f"{command[0]}: {complaint or f'exit code {done.returncode}'}")

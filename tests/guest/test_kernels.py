@@ -21,7 +21,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
-    monkeypatch.setattr(kernels, "_answer", answer)
+    monkeypatch.setattr(kernels, "answer", answer)
     return tmp_path / "writeback-exporter/kernels/6.1-amd64"
 
 
@@ -100,7 +100,7 @@ def test_newest_package(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             raise kernels.AptError("that is all")
         return ""
 
-    monkeypatch.setattr(kernels, "_answer", answer)
+    monkeypatch.setattr(kernels, "answer", answer)
     with pytest.raises(kernels.KernelUnavailable, match="that is all"):
         kernels.fetch("6.1")
     assert asked == ["linux-image-6.1.0-10-cloud-amd64=6.1.10-1"]

@@ -28,6 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+from writeback_exporter.kernel.loader import OBJECTS
+
 from . import initramfs, kernels
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -270,6 +272,9 @@ def _served(shares: Sequence[Path], kernel: kernels.Kernel, out: Path) -> dict[P
         )
         if not covered:
             served[path] = path
+    # Of the same sources, by another compiler.
+    if objects := os.environ.get("GUEST_OBJECTS"):
+        served[OBJECTS] = Path(objects)
     return served | {Path("/lib-modules"): kernel.directory / "lib/modules", Path("/out"): out}
 
 

@@ -1,109 +1,182 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The other Debian release, 13 on 12 and 12 on 13, as a directory to chroot into: its compiler, its
-libbpf, its Python. Made with debootstrap from the mirrors that this system's apt uses, and kept in
-the cache beside the kernels: 1 GB, a minute."""
+"""Debian's other release, on bookworm trixie and on trixie bookworm: its clang, libbpf and Python
+in a root directory of its own.
 
-import fcntl
-import os
+`other_release()` gives it, from $XDG_CACHE_HOME/writeback-exporter/releases, where debootstrap
+makes it anew once a month: 55 s, 0.85 GB. What runs there runs on this system's kernel and sees its
+/proc and /sys. The mounts are of a mount namespace, and what is written is in a tmpfs: both end
+with the command, whatever becomes of it.
+
+    python -m tests.matrix.releases DIRECTORY    # has that clang compile the objects to DIRECTORY
+    GUEST_OBJECTS=DIRECTORY pytest tests/guest   # has guests use them
+"""
+
 import platform
-import shlex
 import shutil
 import subprocess
+import sys
+import tempfile
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 
-from tests.guest import kernels, vm
-
-# Debian's name; the version in /etc/os-release of the system that it is the other one for.
-OTHER = {"12": "trixie", "13": "bookworm"}
-PACKAGES = (
-    *("ca-certificates", "make", "git", "clang", "llvm", "libbpf-dev", "libbpf1", "bpftool"),
-    *("linux-libc-dev", "python3", "python3-venv", "util-linux", "kmod"),
+from tests import lab
+from tests.guest.kernels import (
+    ARCHITECTURES,
+    KEYRING,
+    AptError,
+    answer,
+    cache_directory,
+    locked,
+    mirror,
 )
+from tests.guest.vm import CHECKOUT
+from writeback_exporter.kernel.loader import OBJECTS
+
+OTHER = {"bookworm": "trixie", "trixie": "bookworm"}
+# What `make build` and the unit tests call beside the Makefile's BUILD_PACKAGES.
+PACKAGES = ("bpftool", "ca-certificates", "git", "make")
 REFRESH_SECONDS = 30 * 24 * 3600
-
-
-# The certificates and mirrors of this machine are those of the release too.
-_CONFIGURATION = ("/etc/pip.conf", "/etc/ssl/certs/ca-certificates.crt")
+# How this system's pip comes to packages.
+_NETWORK = ("/etc/hosts", "/etc/pip.conf", "/etc/resolv.conf", "/etc/ssl/certs")
 
 
 class ReleaseUnavailable(Exception):
     """A release that cannot be had: what was tried, the answer and what to do, in one line."""
 
 
-def other_release() -> str:
-    text = platform.freedesktop_os_release()
-    if text.get("ID") != "debian" or text.get("VERSION_ID") not in OTHER:
-        raise ReleaseUnavailable(
-            f"no other release is known for {text.get('PRETTY_NAME')}: run this on Debian 12 or 13"
-        )
-    return OTHER[text["VERSION_ID"]]
+@dataclass(frozen=True)
+class Release:
+    """A Debian release: its name and its files."""
+
+    name: str
+    root: Path
 
 
-def root(release: str) -> Path:
-    """The directory; made where it is not there or a month old. Raises ReleaseUnavailable."""
-    directory = kernels.cache_directory().with_name("releases") / release
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with open(directory.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        made = directory / ".made"
-        if made.exists() and time.time() - made.stat().st_mtime < REFRESH_SECONDS:
-            return directory
-        shutil.rmtree(directory, ignore_errors=True)
-        try:
-            mirror = kernels.mirror(release)
-        except kernels.AptError as error:
-            raise ReleaseUnavailable(f"Debian {release}: {error}") from error
-        command = [
-            *("debootstrap", "--variant=minbase", f"--include={','.join(PACKAGES)}"),
-            *(release, str(directory), mirror),
+@dataclass(frozen=True)
+class Checkout:
+    """A copy of this checkout without anything built, for use in another release."""
+
+    release: Release
+    directory: Path
+
+    @property
+    def objects(self) -> Path:
+        """Where `make bpf` puts them."""
+        return self._source / OBJECTS.relative_to(CHECKOUT)
+
+    @property
+    def _source(self) -> Path:
+        return self.directory / "source"
+
+    def prefix(self, objects: Path | None = None) -> tuple[str, ...]:
+        """Runs a command in the release, as root in the copy, which is at this checkout's own path
+        there; `objects` are in place of the copy's, if given."""
+        stage = self.directory / "stage"
+        binds = {path: path for path in map(Path, ("/dev", "/proc", "/sys", *_NETWORK))}
+        binds[CHECKOUT] = self._source
+        if objects:
+            binds[OBJECTS] = objects
+        commands = [
+            f"cd {quote(str(stage))}",
+            "mount -t tmpfs tmpfs .",
+            f"cd {quote(str(stage))}",  # into the tmpfs
+            "mkdir root new work",
+            "mount -t overlay overlay root "
+            f"-o lowerdir={quote(str(self.release.root))},upperdir=new,workdir=work",
+            "mount -t tmpfs tmpfs root/tmp",  # unit tests want inode numbers that stay
+            *_binding(binds),
         ]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise ReleaseUnavailable(
-                f"Debian {release}: debootstrap said {done.stdout.splitlines()[-1:]}. Remedy: see "
-                "that it works here, as root and with a network"
-            )
-        made.touch()
-    return directory
+        environment = (f"--chdir={CHECKOUT}", "HOME=/root", "PATH=/usr/sbin:/usr/bin:/sbin:/bin")
+        return (*lab.with_mounts(*commands), "chroot", "root", "env", *environment)
 
 
-def enter(directory: Path, checkout: Path, command: str) -> subprocess.CompletedProcess[str]:
-    """Runs a shell command as root in the release, in the `checkout`, which is there at its own
-    path, with this host's /proc, /sys and network. The mounts are of this run alone."""
-    mounts = [
-        f"cd {shlex.quote(str(directory))}",
-        "mount --rbind /proc proc",
-        "mount --rbind /sys sys",
-        "mount --rbind /dev dev",
-        "mount -t tmpfs tmpfs tmp",
-        f"mkdir -p .{shlex.quote(str(checkout))}",
-        f"mount --bind {shlex.quote(str(checkout))} .{shlex.quote(str(checkout))}",
-        "cat /etc/resolv.conf >etc/resolv.conf",
-        *(f"[ ! -e {file} ] || cat {file} >.{file}" for file in _CONFIGURATION),
-        f"exec chroot . sh -c {shlex.quote(f'cd {shlex.quote(str(checkout))} && {command}')}",
-    ]
-    return subprocess.run(
-        ["unshare", "--mount", "--propagation=private", "sh", "-c", " && ".join(mounts)],
-        env={**os.environ, "PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C.UTF-8"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def _binding(binds: Mapping[Path, Path]) -> list[str]:
+    """Shell commands that bind what there is of the sources, each at its target below `root`."""
+    commands = []
+    for path, source in binds.items():
+        if source.exists():
+            target = quote(f"root{path}")
+            make = "mkdir -p" if source.is_dir() else "touch"
+            commands.append(f"{make} {target} && mount --rbind {quote(str(source))} {target}")
+    return commands
 
 
-def clone(directory: Path) -> Path:
-    """A fresh clone of this checkout, with what is not committed yet."""
-    made = directory / "checkout"
-    subprocess.run(["git", "clone", "--quiet", vm.CHECKOUT, made], check=True)
-    changed = subprocess.run(
-        ["git", "ls-files", "--modified", "--others", "--exclude-standard"],
-        cwd=vm.CHECKOUT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    for name in changed.stdout.splitlines():
-        (made / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(vm.CHECKOUT / name, made / name)
+def copy(directory: Path, release: Release) -> Checkout:
+    """A copy below `directory` of what git knows or would add."""
+    made = Checkout(release, directory)
+    (directory / "stage").mkdir()
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=True)
+    for name in filter(None, listed.stdout.split("\0")):
+        if (CHECKOUT / name).exists():
+            target = made.directory / "source" / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(CHECKOUT / name, target)
     return made
+
+
+def other_release() -> Release:
+    """Debian's other release; from the cache if it is of this month. Raises ReleaseUnavailable."""
+    ours = platform.freedesktop_os_release().get("VERSION_CODENAME", "")
+    if ours not in OTHER or platform.machine() not in ARCHITECTURES:
+        raise ReleaseUnavailable(
+            f"no other release for {ours or 'this system'} on {platform.machine()}; known are "
+            f"{', '.join(OTHER)} on {', '.join(ARCHITECTURES)}"
+        )
+    name, architecture = OTHER[ours], ARCHITECTURES[platform.machine()]
+    directory = cache_directory() / "releases" / f"{name}-{architecture}"
+    release = Release(name, directory / "root")
+    show = "--eval=show: ; @echo $(BUILD_PACKAGES)"
+    packages = ",".join([*lab.sh("make", "-sC", CHECKOUT, show, "show").split(), *PACKAGES])
+    with locked(directory):
+        try:
+            if not _is_recent(directory, packages):
+                _bootstrap(release, architecture, packages)
+        except AptError as error:
+            raise ReleaseUnavailable(
+                f"{name}: no recent one in {directory}, and it could not be made: {error}. "
+                "Remedy: see that `apt-get update` works here and that debootstrap is installed"
+            ) from error
+    return release
+
+
+def _is_recent(directory: Path, packages: str) -> bool:
+    made = directory / "packages"
+    if not made.exists() or made.read_text() != packages:
+        return False
+    return abs(time.time() - made.stat().st_mtime) < REFRESH_SECONDS
+
+
+def _bootstrap(release: Release, architecture: str, packages: str) -> None:
+    """Makes the release's root anew. Raises AptError."""
+    directory = release.root.parent
+    for stale in directory.glob("partial.*"):  # of one that was killed, as the lock is ours
+        shutil.rmtree(stale)
+    with tempfile.TemporaryDirectory(prefix="partial.", dir=directory) as partial:
+        root = Path(partial) / "root"
+        options = ("--variant=minbase", f"--keyring={KEYRING}", f"--arch={architecture}")
+        # In a mount namespace, for it mounts /proc in the new root.
+        command = ["unshare", "--mount", "debootstrap", *options, f"--include={packages}"]
+        answer([*command, release.name, str(root), mirror(release.name)])
+        for archive in root.glob("var/cache/apt/archives/*.deb"):
+            archive.unlink()
+        (directory / "packages").unlink(missing_ok=True)
+        if release.root.exists():
+            release.root.rename(Path(partial) / "old")
+        root.rename(release.root)
+        (directory / "packages").write_text(packages)
+
+
+def main() -> None:
+    """Compiles the objects in the other release, to the directory that is the argument."""
+    with tempfile.TemporaryDirectory() as directory:
+        checkout = copy(Path(directory), other_release())
+        lab.sh(*checkout.prefix(), "make", "bpf")
+        shutil.copytree(checkout.objects, sys.argv[1], dirs_exist_ok=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -4,15 +4,29 @@
 import io
 import struct
 import subprocess
+import tempfile
 from pathlib import Path
 
 from elftools.elf.elffile import ELFFile
 
-_ZSTD = bytes.fromhex("28b52ffd")
+from tests.guest.kernels import Kernel
+
+# By the first bytes of what they packed. lz4's is its old format, in which the kernel wants it.
+_UNPACKERS = {bytes.fromhex("28b52ffd"): "zstd", bytes.fromhex("02214c18"): "lz4"}
 
 
-def btf_of(vmlinuz: Path) -> bytes:
-    """Section .BTF of the kernel that an x86-64 image of the last years has in it, packed by zstd
+def btf_of(kernel: Kernel) -> Path:
+    """A file with the kernel's BTF, in the cache beside the image. Making it takes a second."""
+    path = kernel.directory / "btf"
+    if not path.exists():
+        with tempfile.NamedTemporaryFile(dir=kernel.directory, delete=False) as made:
+            made.write(_btf_in(kernel.vmlinuz))
+        Path(made.name).rename(path)
+    return path
+
+
+def _btf_in(vmlinuz: Path) -> bytes:
+    """Section .BTF of the kernel that is packed in an x86-64 image
     (Documentation/arch/x86/boot.rst)."""
     image = vmlinuz.read_bytes()
     assert image[0x202:0x206] == b"HdrS", f"{vmlinuz} is no bzImage"
@@ -21,8 +35,9 @@ def btf_of(vmlinuz: Path) -> bytes:
     start = (setup_sectors + 1) * 512 + offset
     # The last four bytes are the size of what is packed.
     payload = image[start : start + size - 4]
-    assert payload.startswith(_ZSTD), f"{vmlinuz} is not packed by zstd: {payload[:4].hex()}"
-    unpacked = subprocess.run(["zstd", "-dc"], input=payload, capture_output=True, check=True)
+    assert payload[:4] in _UNPACKERS, f"{vmlinuz} is packed by something else: {payload[:4].hex()}"
+    command = [_UNPACKERS[payload[:4]], "-dc"]
+    unpacked = subprocess.run(command, input=payload, capture_output=True, check=True)
     section = ELFFile(io.BytesIO(unpacked.stdout)).get_section_by_name(".BTF")
     assert section is not None, f"the kernel in {vmlinuz} has no BTF"
     data: bytes = section.data()
