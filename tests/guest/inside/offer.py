@@ -38,7 +38,7 @@ def enabled_functions() -> list[str]:
     text = Path("/sys/kernel/tracing/enabled_functions").read_text()
     # A line that begins with space, if any, belongs to the function before it.
     entries = re.split(r"\n(?=\S)", text)
-    return sorted(entry.split()[0] for entry in entries if "direct-->bpf_trampoline" in entry)
+    return sorted(entry.split()[0] for entry in entries if "->bpf_trampoline" in entry)
 
 
 def main() -> None:
