@@ -25,10 +25,6 @@ POISON = 195896080  # "invalid func unknown#195896080"; bpf_core_poison_insn() i
 _ENOUGH = 100
 
 _libbpf = ctypes.CDLL("libbpf.so.1")
-_libbpf.bpf_program__insns.restype = ctypes.c_void_p
-_libbpf.bpf_program__insns.argtypes = [ctypes.c_void_p]
-_libbpf.bpf_program__insn_cnt.restype = ctypes.c_size_t
-_libbpf.bpf_program__insn_cnt.argtypes = [ctypes.c_void_p]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +134,8 @@ def _read(log: list[str]) -> dict[str, list[Relocation]]:
 
 
 def _instructions(bpf: Object, program: str) -> Iterator[Instruction]:
-    pointer = bpf.programs[program]._pointer
-    raw = ctypes.string_at(
-        _libbpf.bpf_program__insns(pointer), 8 * _libbpf.bpf_program__insn_cnt(pointer)
-    )
-    for code, registers, offset, immediate in struct.iter_unpack("<BBhi", raw):
+    for instruction in bpf.programs[program].instructions:
+        code, registers, offset, immediate = struct.unpack("<BBhi", instruction)
         yield Instruction(code, registers & 15, registers >> 4, offset, immediate)
 
 

@@ -404,16 +404,22 @@ class Program:
             f"find {function} for {self.name}",
         )
 
+    @property
+    def instructions(self) -> list[bytes]:
+        """Each a struct bpf_insn (include/uapi/linux/bpf.h); relocated by Object.load, also where
+        the kernel refuses them."""
+        count = _lib.bpf_program__insn_cnt(self._pointer)
+        code = C.string_at(_lib.bpf_program__insns(self._pointer), 8 * count)
+        return [code[at : at + 8] for at in range(0, len(code), 8)]
+
     def prepare(self, btf: str | None) -> None:
         """Makes the calls of bpf/preempt.h, if it has such, what they are on this kernel."""
-        count = _lib.bpf_program__insn_cnt(self._pointer)
-        old = C.string_at(_lib.bpf_program__insns(self._pointer), 8 * count)
-        instructions = [old[at : at + 8] for at in range(0, len(old), 8)]
-        if _PREEMPTION.isdisjoint(instructions):
+        old = self.instructions
+        if _PREEMPTION.isdisjoint(old):
             return
         calls = _preemption(btf)
-        new = b"".join(calls.get(instruction, instruction) for instruction in instructions)
-        _checked(_lib.bpf_program__set_insns(self._pointer, new, count), f"prepare {self.name}")
+        new = b"".join(calls.get(instruction, instruction) for instruction in old)
+        _checked(_lib.bpf_program__set_insns(self._pointer, new, len(old)), f"prepare {self.name}")
 
     def run(self, *arguments: int) -> int:
         """Runs a raw tracepoint's program once, with these as its arguments; what it returned."""
@@ -485,7 +491,8 @@ class Object:
     def load(self) -> None:
         """Creates the maps, verifies and loads the programs that are to be loaded."""
         for program in self.programs.values():
-            program.prepare(self._btf)
+            if program.autoload:
+                program.prepare(self._btf)
         _pending().clear()
         _checked(_lib.bpf_object__load(self._pointer), f"load {self.file.name}")
 
