@@ -100,12 +100,12 @@ class Offer:
         }
 
 
-def gather(kernel: kernels.Kernel, out: Path, objects: Path = OBJECTS) -> Offer:
+def gather(kernel: kernels.Kernel, out: Path, objects: Path | None = None) -> Offer:
     """Boots the kernel; `out` gets what the guest leaves. `objects` are another compiler's. Raises
     vm.GuestError."""
     # One CPU: with two, now and then the emulator turns to the other one in the middle of a program
     # (58,344 ns a run, where with one it is 4,714).
-    result = vm.run(kernel, COMMAND, out=out, instead={OBJECTS: objects}, cpus=1)
+    result = vm.run(kernel, COMMAND, out=out, objects=objects, cpus=1)
     if result.exit_code:
         raise vm.GuestError(f"{COMMAND} on {kernel.release} failed:\n{result.output}")
     told = json.loads((out / "offer.json").read_text())

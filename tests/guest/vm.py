@@ -26,7 +26,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 from writeback_exporter.kernel.loader import OBJECTS
 
@@ -152,7 +151,7 @@ def run(
     *,
     out: Path,
     shares: Sequence[Path] = (),
-    instead: Mapping[Path, Path] = MappingProxyType({}),
+    objects: Path | None = None,
     disks: Sequence[Disk] = DISKS,
     memory: int = 1 << 30,
     cpus: int = CPUS,
@@ -164,9 +163,9 @@ def run(
     """Run the shell command `command` in the checkout, as root, in a guest that runs `kernel`.
 
     `out` is an existing directory, /out in the guest. `shares` are further directories of the host
-    that the guest sees read-only at the same path; those of `instead` it sees at the path that is
-    their key. `memory` is in bytes, `timeout` in seconds.
-    `append` goes to the kernel's command line, `modules` are loaded at boot besides MODULES. `stop`
+    that the guest sees read-only at the same path; `objects` has BPF objects of another compiler,
+    as $GUEST_OBJECTS has for all guests. `memory` is in bytes, `timeout` in seconds. `append` goes
+    to the kernel's command line, `modules` are loaded at boot besides MODULES. `stop`
     ends the guest, with a GuestError.
 
     Nothing is left but the files in `out`: not after an exception either, and if this process is
@@ -182,7 +181,7 @@ def run(
         initramfs.build(kernel, [*MODULES, *modules], work / "initrd")
         with (
             _virtiofsd(
-                _served(shares, kernel, out) | dict(instead), work, out / "virtiofsd.log"
+                _served(shares, objects, kernel, out), work, out / "virtiofsd.log"
             ) as virtiofsd,
             _process(
                 [
@@ -257,7 +256,9 @@ def _disk_arguments(disks: Sequence[Disk], work: Path) -> Iterator[str]:
         yield from disk.arguments(index, file)
 
 
-def _served(shares: Sequence[Path], kernel: kernels.Kernel, out: Path) -> dict[Path, Path]:
+def _served(
+    shares: Sequence[Path], objects: Path | None, kernel: kernels.Kernel, out: Path
+) -> dict[Path, Path]:
     """The guest's directories, parents first, and the host's that are bound there."""
     prefixes = [Path(prefix) for prefix in (sys.prefix, sys.base_prefix)]
     resolved = [prefix.resolve() for prefix in prefixes]  # a virtualenv has links to these
@@ -272,9 +273,8 @@ def _served(shares: Sequence[Path], kernel: kernels.Kernel, out: Path) -> dict[P
         )
         if not covered:
             served[path] = path
-    # Of the same sources, by another compiler.
-    if objects := os.environ.get("GUEST_OBJECTS"):
-        served[OBJECTS] = Path(objects)
+    if other := objects or os.environ.get("GUEST_OBJECTS"):
+        served[OBJECTS] = Path(other)
     return served | {Path("/lib-modules"): kernel.directory / "lib/modules", Path("/out"): out}
 
 
