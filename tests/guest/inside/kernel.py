@@ -57,12 +57,15 @@ def ftrace(*events: str) -> Iterator[Path]:
 
 @contextmanager
 def kprobes(*definitions: str) -> Iterator[None]:
-    """Kprobe events (Documentation/trace/kprobetrace), for ftrace() to record as kprobes/NAME."""
-    events = TRACING / "kprobe_events"
+    """Kprobe events (Documentation/trace/kprobetrace), for ftrace() to record as kprobes/NAME,
+    stamped by a clock that all CPUs share: what begins on one may end on another."""
+    events, clock = TRACING / "kprobe_events", TRACING / "trace_clock"
     events.write_text("\n".join(definitions))
+    clock.write_text("mono")
     try:
         yield
     finally:
+        clock.write_text("local")
         events.write_text("")
 
 

@@ -9,12 +9,11 @@ import re
 from pathlib import Path
 
 from tests import lab
-from tests.lab import BUFFERED_WRITER, DIRECT_READER, DIRECT_WRITER, Disk
+from tests.lab import BUFFERED_WRITER, DIRECT_READER, DIRECT_WRITER
 
 from .kernel import dirty_limits
+from .test_main_signals import FAST, MIB, SLOW
 
-MIB = 1 << 20
-SLOW, FAST = Disk("/dev/vda"), Disk("/dev/vdb")
 SYNC_WRITER = """
 fd = os.open(arguments[0], os.O_WRONLY | os.O_CREAT)
 for i in range(40):

@@ -17,7 +17,7 @@ from writeback_exporter.kernel.libbpf import Object
 from writeback_exporter.kernel.loader import load
 from writeback_exporter.probes import dirty_throttle
 
-from .kernel import TRACING, dirty_limits, ftrace, kprobes
+from .kernel import dirty_limits, ftrace, kprobes
 from .test_main_signals import MIB, SLOW
 
 TWO_WRITERS = f"""
@@ -54,7 +54,6 @@ def throttle(directory: Path) -> list[float]:
     """Has two tasks of the cgroup /throttled write more than they may to the slow disk; their
     sleeps."""
     hooks = ("p:sleep io_schedule_timeout", "r:wake io_schedule_timeout")
-    (TRACING / "trace_clock").write_text("mono")  # a task sleeps on one CPU and wakes on another
     with (
         lab.ext4(SLOW, directory) as mount,
         lab.cgroup(lab.hierarchies().io, "throttled") as group,

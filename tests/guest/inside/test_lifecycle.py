@@ -114,7 +114,7 @@ def test_attached_and_detached_under_load(tmp_path: Path) -> None:
 
 def test_two_exporters(tmp_path: Path) -> None:
     """Each counts all, and the one goes on when the other has gone."""
-    before, slept, disk = bpf_in_kernel(), 0, FAST.stats()
+    before, slept, disk = bpf_in_kernel(), 0, FAST.settled()
     collectors = lab.only("dirty_throttle", "block_io", "work")
 
     def busy() -> tuple[int, int, int]:
@@ -122,7 +122,7 @@ def test_two_exporters(tmp_path: Path) -> None:
         nonlocal slept
         slept += len(throttle(tmp_path))
         lab.run_in([], DIRECT_WRITER, FAST.path, 4096, 50, 0)
-        truth = FAST.stats() - disk
+        truth = FAST.settled() - disk
         return slept, truth.writes, truth.written_bytes
 
     def counts(scrape: lab.Scrape) -> tuple[float, float, float]:
