@@ -24,8 +24,6 @@ POISON = 195896080  # "invalid func unknown#195896080"; bpf_core_poison_insn() i
 # Visits of one instruction after which nothing is held to be known there, so that loops end.
 _ENOUGH = 100
 
-_libbpf = ctypes.CDLL("libbpf.so.1")
-
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
@@ -101,11 +99,11 @@ def _debug_log() -> Iterator[list[str]]:
         return 0
 
     keep_c = libbpf._PrintFn(keep)
-    _libbpf.libbpf_set_print(keep_c)
+    libbpf._lib.libbpf_set_print(keep_c)
     try:
         yield lines
     finally:
-        _libbpf.libbpf_set_print(libbpf._keep_message_c)
+        libbpf._lib.libbpf_set_print(libbpf._keep_message_c)
 
 
 def _read(log: list[str]) -> dict[str, list[Relocation]]:
