@@ -90,7 +90,7 @@ lint: build $(VENV)/.tested build/packages.test
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
-	for source in bpf/*.bpf.c; do $(CLANG) $(BPF_FLAGS) -Werror -fsyntax-only $$source; done
+	for source in bpf/*.bpf.c tests/*/*.bpf.c; do $(CLANG) $(BPF_FLAGS) -Werror -fsyntax-only $$source; done
 	clang-format --style=file:bpf/.clang-format --dry-run -Werror bpf/*.[ch] tests/*/*.bpf.c
 
 unit host guest: build $(VENV)/.tested build/packages.test

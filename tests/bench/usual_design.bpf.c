@@ -83,8 +83,8 @@ static __always_inline void increment(const struct bucket_key *key, __u64 n)
 	add(count, n);
 }
 
-static __always_inline void observe(struct bucket_key *key, enum metric metric, __u64 v,
-				    __u32 first, __u32 last)
+static __always_inline void count(struct bucket_key *key, enum metric metric, __u64 v, __u32 first,
+				  __u32 last)
 {
 	key->metric = metric;
 	key->slot = slot_of(v, first, last);
@@ -140,10 +140,9 @@ int usual_complete(__u64 *ctx)
 	if (!per_device)
 		key.cgroup = BPF_CORE_READ(rq, bio, bi_blkg, blkcg, css.cgroup, kn, id);
 
-	observe(&key, DEVICE_TIME, now - stamps->issue_ns, LATENCY_FIRST, LATENCY_LAST);
-	observe(&key, QUEUE_TIME, stamps->issue_ns - stamps->arrival_ns, LATENCY_FIRST,
-		LATENCY_LAST);
-	observe(&key, SIZE, bytes, SIZE_FIRST, SIZE_LAST);
+	count(&key, DEVICE_TIME, now - stamps->issue_ns, LATENCY_FIRST, LATENCY_LAST);
+	count(&key, QUEUE_TIME, stamps->issue_ns - stamps->arrival_ns, LATENCY_FIRST, LATENCY_LAST);
+	count(&key, SIZE, bytes, SIZE_FIRST, SIZE_LAST);
 	bpf_map_delete_elem(&start, &rq);
 	return 0;
 }
@@ -156,7 +155,7 @@ static __always_inline int throttled(struct bdi_writeback *wb, __s64 pause)
 		return 0;
 	key.cgroup = bpf_get_current_cgroup_id();
 	key.dev = BPF_CORE_READ(wb, bdi, id);
-	observe(&key, SLEEP, pause * 1000000000ULL / hz, PAUSE_FIRST, PAUSE_LAST);
+	count(&key, SLEEP, pause * 1000000000ULL / hz, PAUSE_FIRST, PAUSE_LAST);
 	return 0;
 }
 
