@@ -12,8 +12,8 @@
  * See README.md here for keys, values, kernels and cost.
  */
 #include "kernel.h"
-#include "preempt.h"
 #include "histogram.h"
+#include "preempt.h"
 
 /* Operations as they are exported. */
 enum io_op {

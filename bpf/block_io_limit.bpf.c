@@ -19,6 +19,7 @@
  */
 #include "cgroup.h"
 #include "histogram.h"
+#include "preempt.h"
 
 enum limit_exponents { /* 16 us .. 68 s */
 	LIMIT_FIRST = 14,
@@ -362,8 +363,7 @@ static __always_inline struct waiter *slot_of_waiter(__u32 tid)
 }
 
 /* (rq_wait, private_data, ...): room for another request is taken, or waited for. */
-SEC("fentry/rq_qos_wait")
-int iolatency_enter(__u64 *ctx)
+PROGRAM("fentry/rq_qos_wait", iolatency_enter)
 {
 	struct task_struct *task = (struct task_struct *)bpf_get_current_task();
 	__u32 tid = bpf_get_current_pid_tgid();
@@ -412,8 +412,7 @@ static __always_inline void count_qos(struct rq_qos *rqos, struct cgroup_subsys_
  * entry is in a struct that names the queue's owner; of others the same place holds anything, but
  * hardly this queue.
  */
-SEC("fentry/prepare_to_wait_exclusive")
-int wbt_hold(__u64 *ctx)
+PROGRAM("fentry/prepare_to_wait_exclusive", wbt_hold)
 {
 	__u64 address = number(&ctx[1]);
 	struct rq_qos_wait_data *data =
@@ -490,8 +489,7 @@ static __always_inline void count_iolatency(__u64 *ctx, struct task_struct *task
 	count_qos(__builtin_preserve_access_index(&policy->rqos), owner, since_ns);
 }
 
-SEC("fexit/rq_qos_wait")
-int iolatency_exit(__u64 *ctx)
+PROGRAM("fexit/rq_qos_wait", iolatency_exit)
 {
 	struct task_struct *task = (struct task_struct *)bpf_get_current_task();
 	__u64 since_ns = held_since(task);

@@ -8,9 +8,9 @@
  *
  * See README.md here for keys, values, kernels and cost.
  */
-#include "preempt.h"
 #include "cgroup.h"
 #include "histogram.h"
+#include "preempt.h"
 
 enum pause_exponents { /* 1 ms .. 1.07 s */
 	PAUSE_FIRST = 20,

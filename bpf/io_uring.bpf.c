@@ -8,6 +8,7 @@
  */
 #include "cgroup.h"
 #include "histogram.h"
+#include "preempt.h"
 
 #define IORING_SETUP_SQPOLL (1U << 1) /* include/uapi/linux/io_uring.h */
 
@@ -32,8 +33,7 @@ enum drop {
 #include "drops.h"
 
 /* (int fd, void *ring, u32 sq_entries, u32 cq_entries, u32 flags), 5.10 to 7.3 */
-SEC("tp_btf/io_uring_create")
-int io_uring_create(__u64 *ctx)
+PROGRAM("tp_btf/io_uring_create", io_uring_create)
 {
 	__u32 flags = ctx[4], process = bpf_get_current_pid_tgid() >> 32;
 	struct ring_owner *owner, first = {}; /* with a number in it clang 19 makes it a map's */

@@ -9,6 +9,7 @@
  */
 #include "cgroup.h"
 #include "histogram.h"
+#include "preempt.h"
 
 enum stall_exponents { /* 65 us .. 137 s */
 	STALL_FIRST = 16,
@@ -52,8 +53,7 @@ enum drop {
 
 static const struct stalls no_stalls;
 
-SEC("fentry/psi_memstall_enter")
-int stall_enter(__u64 *ctx)
+PROGRAM("fentry/psi_memstall_enter", stall_enter)
 {
 	struct task_struct *task = (struct task_struct *)bpf_get_current_task();
 	struct stall fresh = { .start_ns = bpf_ktime_get_ns(), .depth = 1 }, *stall;
@@ -72,8 +72,7 @@ int stall_enter(__u64 *ctx)
 }
 
 /* Its argument says whether the stall was an inner one, and 5.10's verifier refuses to read it. */
-SEC("fentry/psi_memstall_leave")
-int stall_leave(__u64 *ctx)
+PROGRAM("fentry/psi_memstall_leave", stall_leave)
 {
 	__u32 tid = bpf_get_current_pid_tgid();
 	struct stall *stall = bpf_map_lookup_elem(&stalled, &tid);

@@ -10,6 +10,7 @@
  */
 #include "cgroup.h"
 #include "histogram.h"
+#include "preempt.h"
 
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
@@ -72,22 +73,19 @@ static __always_inline bool is_file(struct address_space **mapping)
 }
 
 /* Since 5.16. */
-SEC("tp_btf/writeback_dirty_folio")
-int dirtied_folio(__u64 *ctx)
+PROGRAM("tp_btf/writeback_dirty_folio", dirtied_folio)
 {
 	return dirtied(folio_pages((struct folio *)ctx[0]));
 }
 
 /* Before: a page at a time. */
-SEC("tp_btf/writeback_dirty_page")
-int dirtied_page(__u64 *ctx)
+PROGRAM("tp_btf/writeback_dirty_page", dirtied_page)
 {
 	return dirtied(1);
 }
 
 /* Since 5.16. */
-SEC("fentry/__folio_end_writeback")
-int written_folio(__u64 *ctx)
+PROGRAM("fentry/__folio_end_writeback", written_folio)
 {
 	struct folio *folio = (struct folio *)ctx[0];
 
@@ -97,8 +95,7 @@ int written_folio(__u64 *ctx)
 }
 
 /* Before. */
-SEC("fentry/test_clear_page_writeback")
-int written_page(__u64 *ctx)
+PROGRAM("fentry/test_clear_page_writeback", written_page)
 {
 	struct page *page = (struct page *)ctx[0];
 
@@ -108,8 +105,7 @@ int written_page(__u64 *ctx)
 }
 
 /* Where fentry is refused. */
-SEC("tp_btf/writeback_single_inode")
-int written_inode(__u64 *ctx)
+PROGRAM("tp_btf/writeback_single_inode", written_inode)
 {
 	struct inode *inode = (struct inode *)ctx[0];
 	struct writeback_control *wbc = (struct writeback_control *)ctx[1];

@@ -11,6 +11,7 @@
  */
 #include "cgroup.h"
 #include "histogram.h"
+#include "preempt.h"
 
 enum page_wait_exponents { /* 65 us .. 137 s */
 	PAGE_WAIT_FIRST = 16,
@@ -94,15 +95,13 @@ static __always_inline int wait_begins(void)
 }
 
 /* Since 5.16. */
-SEC("tp_btf/folio_wait_writeback")
-int folio_wait_begins(__u64 *ctx)
+PROGRAM("tp_btf/folio_wait_writeback", folio_wait_begins)
 {
 	return wait_begins();
 }
 
 /* Before. */
-SEC("tp_btf/wait_on_page_writeback")
-int page_wait_begins(__u64 *ctx)
+PROGRAM("tp_btf/wait_on_page_writeback", page_wait_begins)
 {
 	return wait_begins();
 }
@@ -118,21 +117,18 @@ static __always_inline int wait_ends(void)
 }
 
 /* Since 5.16. */
-SEC("fexit/folio_wait_bit")
-int folio_wait_ends(__u64 *ctx)
+PROGRAM("fexit/folio_wait_bit", folio_wait_ends)
 {
 	return wait_ends();
 }
 
-SEC("fexit/folio_wait_bit_killable")
-int folio_wait_killable_ends(__u64 *ctx)
+PROGRAM("fexit/folio_wait_bit_killable", folio_wait_killable_ends)
 {
 	return wait_ends();
 }
 
 /* Before. */
-SEC("fexit/wait_on_page_bit")
-int page_wait_ends(__u64 *ctx)
+PROGRAM("fexit/wait_on_page_bit", page_wait_ends)
 {
 	return wait_ends();
 }

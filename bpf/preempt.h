@@ -19,7 +19,10 @@
 #define KFUNC_CALL(imm) \
 	asm volatile(".8byte " imm "00002085" ::: "r0", "r1", "r2", "r3", "r4", "r5", "memory")
 
-/* A program with what follows as its body; not one at sched_switch, where nothing preempts. */
+/*
+ * A program with what follows as its body. Not one where nothing preempts (at sched_switch, under a
+ * spinlock) or no other task can come (at the cgroup events, under cgroup_mutex).
+ */
 #define PROGRAM(section, name)                               \
 	static __always_inline int name##_whole(__u64 *ctx); \
 	SEC(section)                                         \

@@ -11,6 +11,7 @@
  */
 #include "cgroup.h"
 #include "histogram.h"
+#include "preempt.h"
 
 enum sync_exponents { /* 65 us .. 9 min */
 	SYNC_FIRST = 16,
@@ -141,13 +142,11 @@ static __always_inline int end(__s64 result)
  * which took the function from kernel/sys_ni.c, and must not be looked at.
  */
 #define FUNCTION(name, call, regs)        \
-	SEC("fexit")                      \
-	int name##_exit(__u64 *ctx)       \
+	PROGRAM("fexit", name##_exit)     \
 	{                                 \
 		return end(ctx[1]);       \
 	}                                 \
-	SEC("fentry")                     \
-	int name##_enter(__u64 *ctx)      \
+	PROGRAM("fentry", name##_enter)   \
 	{                                 \
 		return begin(call, regs); \
 	}
@@ -164,7 +163,10 @@ FUNCTION(msync_compat, CALL_MSYNC, 0)
 FUNCTION(sync_file_range, CALL_SYNC_FILE_RANGE, ctx[0])
 FUNCTION(sync_file_range_compat, CALL_SYNC_FILE_RANGE, ctx[0])
 
-/* The record that a program sees (struct syscall_tp_t): type, number, result or first argument. */
+/*
+ * The record that a program sees (struct syscall_tp_t): type, number, result or first argument.
+ * Nothing preempts here (perf_syscall_enter, kernel/trace/trace_syscalls.c).
+ */
 #define TRACEPOINT(name, call)              \
 	SEC("tp/syscalls/sys_exit_" #name)  \
 	int name##_exit_tp(__u64 *ctx)      \

@@ -12,6 +12,7 @@
  */
 #include "kernel.h"
 #include "histogram.h"
+#include "preempt.h"
 
 enum work_exponents { /* 1 ms .. 18 min */
 	WORK_FIRST = 20,
@@ -125,8 +126,7 @@ static __always_inline bool is(struct open_work *open, struct bdi_writeback *wb,
 	       open->bdi == wb->bdi->id;
 }
 
-SEC("tp_btf/writeback_queue")
-int queue(__u64 *ctx)
+PROGRAM("tp_btf/writeback_queue", queue)
 {
 	struct bdi_writeback *wb = (struct bdi_writeback *)ctx[0];
 	struct wb_writeback_work *work = (struct wb_writeback_work *)ctx[1];
@@ -140,8 +140,7 @@ int queue(__u64 *ctx)
 	return 0;
 }
 
-SEC("tp_btf/writeback_exec")
-int exec(__u64 *ctx)
+PROGRAM("tp_btf/writeback_exec", exec)
 {
 	struct bdi_writeback *wb = (struct bdi_writeback *)ctx[0];
 	struct wb_writeback_work *work = (struct wb_writeback_work *)ctx[1];
@@ -160,8 +159,7 @@ int exec(__u64 *ctx)
 	return 0;
 }
 
-SEC("tp_btf/writeback_start")
-int start(__u64 *ctx)
+PROGRAM("tp_btf/writeback_start", start)
 {
 	struct bdi_writeback *wb = (struct bdi_writeback *)ctx[0];
 	struct wb_writeback_work *work = (struct wb_writeback_work *)ctx[1];
@@ -178,8 +176,7 @@ int start(__u64 *ctx)
 	return 0;
 }
 
-SEC("tp_btf/writeback_written")
-int written(__u64 *ctx)
+PROGRAM("tp_btf/writeback_written", written)
 {
 	struct bdi_writeback *wb = (struct bdi_writeback *)ctx[0];
 	struct wb_writeback_work *work = (struct wb_writeback_work *)ctx[1];
@@ -199,8 +196,7 @@ int written(__u64 *ctx)
 	return 0;
 }
 
-SEC("tp_btf/writeback_pages_written")
-int pages_written(__u64 *ctx)
+PROGRAM("tp_btf/writeback_pages_written", pages_written)
 {
 	end_work();
 	return 0;
