@@ -7,6 +7,7 @@
 #   make build   prepare all and leave the program at .venv/bin/writeback-exporter
 #   make bpf     compile the BPF objects     make lint     ruff, mypy, clang-format
 #   make bench   measure (not part of test)  make wheel    dist/*.whl
+#   make rules   write alert rules, from alerts/
 #   make docs    write docs/metrics.md from the catalogue, docs/kernels.md from what guests say
 #   make clean   remove all that these made, except the cache of guest kernels
 #
@@ -32,7 +33,10 @@ VIRTIOFSD = $(shell apt-cache show virtiofsd >/dev/null 2>&1 && echo virtiofsd)
 TEST_PACKAGES = clang-format bpftool e2fsprogs xfsprogs btrfs-progs util-linux kmod busybox-static \
 	zstd lz4 dmsetup fio blktrace debootstrap $(QEMU_$(shell uname -m)) qemu-system-common $(VIRTIOFSD)
 
-.PHONY: run build bpf test test-matrix lint unit host guest bench docs wheel clean
+# Unpacked, not installed: that would start them as services of this machine.
+MONITORING := prometheus prometheus-alertmanager
+
+.PHONY: run build bpf test test-matrix lint unit host guest bench rules docs wheel clean
 
 run: build
 	$(VENV)/bin/writeback-exporter
@@ -75,6 +79,15 @@ build/packages.build: Makefile
 build/packages.test: Makefile | build/packages.build
 	$(call install,$(TEST_PACKAGES))
 
+# apt fetches as another user where it can, which may not write here; it says so and does it itself.
+build/monitoring/.unpacked: Makefile | build/packages.build
+	rm -rf $(@D)
+	mkdir -p $(@D)
+	[ $$(id -u) != 0 ] || apt-get update -qq
+	cd $(@D) && apt-get download -qq $(MONITORING) 2>&1 | { grep -v unsandboxed || true; }
+	for package in $(@D)/*.deb; do dpkg-deb -x $$package $(@D); done
+	@touch $@
+
 $(VENV)/.built: pyproject.toml hatch_build.py | bpf
 	[ -x $(VENV)/bin/python ] || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check -e .
@@ -93,7 +106,7 @@ lint: build $(VENV)/.tested build/packages.test
 	for source in bpf/*.bpf.c tests/*/*.bpf.c; do $(CLANG) $(BPF_FLAGS) -Werror -fsyntax-only $$source; done
 	clang-format --style=file:bpf/.clang-format --dry-run -Werror bpf/*.[ch] tests/*/*.bpf.c
 
-unit host guest: build $(VENV)/.tested build/packages.test
+unit host guest: build $(VENV)/.tested build/packages.test build/monitoring/.unpacked
 	$(VENV)/bin/python -m pytest tests/$@
 
 test-matrix: build $(VENV)/.tested build/packages.test
@@ -101,6 +114,9 @@ test-matrix: build $(VENV)/.tested build/packages.test
 
 bench: build $(VENV)/.tested build/packages.test
 	$(VENV)/bin/python -m tests.bench
+
+rules: $(VENV)/.tested
+	$(VENV)/bin/python -m alerts
 
 docs: build $(VENV)/.tested build/packages.test
 	$(VENV)/bin/python -m writeback_exporter.metrics.reference >docs/metrics.md

@@ -1,0 +1,322 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The alerts: what is compared with which threshold, for how long, and what the page says.
+
+Symptoms, by BDI, disk or cgroup, each with the time that it must last: a healthy writer that runs
+as fast as its disk is throttled too, and nobody is to be woken for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from alerts.promql import HOST, TARGET, Series, counter, gauge
+from alerts.records import Records
+from alerts.settings import Settings
+from writeback_exporter.metrics import catalogue as c
+
+CRITICAL, WARNING = "critical", "warning"
+"""critical pages somebody; warning is for working hours."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    """One alerting rule. Several may have one name: `labels` then tell them apart."""
+
+    name: str
+    expr: str
+    severity: str
+    summary: str
+    description: str
+    minutes: float = 0
+    """How long it must be true before it fires."""
+    keep_minutes: float = 0
+    """How long it goes on firing after it was true last."""
+    labels: dict[str, str] = field(default_factory=dict)
+
+
+def alerts(settings: Settings, records: Records) -> list[Alert]:
+    return [
+        *_throttling(settings, records),
+        *_memory(settings, records),
+        *_block_io(settings, records),
+        *_stalls(settings, records),
+        *_exporter(settings),
+    ]
+
+
+def _worst(series: Series, *same: str) -> str:
+    """A sentence that names the three cgroups of which `series` is largest when the alert is sent;
+    `same` are labels that must be the alert's."""
+    labels = (*TARGET, *same)
+    matchers = ", ".join(f"{label}='%s'" for label in labels)
+    values = " ".join(f".Labels.{label}" for label in labels)
+    query = f"topk(3, sum by (cgroup) ({series}{{{matchers}}}) > 0)"
+    return (
+        f'{{{{ with printf "{query}" {values} | query }}}}'
+        "Most throttled: {{ range $i, $found := . }}{{ if $i }}, {{ end }}"
+        "{{ $found.Labels.cgroup }} ({{ $found.Value | humanize }} tasks asleep)"
+        "{{ end }}. {{ end }}"
+    )
+
+
+def _throttling(s: Settings, r: Records) -> list[Alert]:
+    return [
+        Alert(
+            "WritebackCongestion",
+            f"{r.bdi_throttled} > {s.throttled_tasks}\n"
+            f"and {r.bdi_freerun} > 1\n"
+            f"and {r.bdi_drain} > {s.drain_seconds}",
+            CRITICAL,
+            "Writeback to BDI {{ $labels.bdi }} of {{ $labels.instance }} does not keep up",
+            "On average {{ $value | humanize }} tasks sleep in balance_dirty_pages for BDI "
+            "{{ $labels.bdi }}, its dirty memory is above the freerun point, and at the rate at "
+            f"which it is written now it would take more than {s.drain_seconds:g} s to write it. "
+            + _worst(r.cgroup_throttled, "bdi")
+            + "See which disk is slow, and stop or limit who writes.",
+            minutes=5,
+            keep_minutes=5,
+        ),
+        Alert(
+            "CgroupDirtyThrottled",
+            f"{r.cgroup_throttled} > {s.throttled_tasks}",
+            WARNING,
+            "{{ $labels.cgroup }} on {{ $labels.instance }} is throttled for its dirty pages",
+            "On average {{ $value | humanize }} tasks of cgroup {{ $labels.cgroup }} sleep in "
+            "balance_dirty_pages for BDI {{ $labels.bdi }}. It writes faster than the disk does, "
+            "or than its memory limit lets it.",
+            minutes=10,
+            keep_minutes=5,
+        ),
+    ]
+
+
+def _memory(s: Settings, r: Records) -> list[Alert]:
+    at_limit = counter(c.CGROUP_MEMORY_EVENTS).where('event="max"')
+    return [
+        Alert(
+            "DirtyPageSpike",
+            f"{r.node_dirty_rise} > {s.spike_ratio} * {gauge(c.HOST_DIRTY_THRESHOLD_BYTES)}\n"
+            f"and {r.node_dirty} > {gauge(c.HOST_DIRTY_FREERUN_BYTES)}",
+            WARNING,
+            "Dirty memory of {{ $labels.instance }} has shot up",
+            "Dirty memory rose by {{ $value | humanize1024 }}B within 10 minutes, and is where "
+            "writers of the whole host are throttled. "
+            + _worst(r.cgroup_throttled)
+            + "See who wrote, and whether it was one burst, as a checkpoint is, or goes on.",
+            minutes=1,
+            keep_minutes=5,
+        ),
+        Alert(
+            "CgroupOOMRisk",
+            f"{r.cgroup_memory} > {s.memory_use_ratio}\n"
+            f"and {r.cgroup_unwritten} > {s.unwritten_ratio}\n"
+            f"and ignoring (event) rate({at_limit}[{s.window}]) > 0",
+            WARNING,
+            "{{ $labels.cgroup }} on {{ $labels.instance }} is at its memory limit with pages that "
+            "are not written",
+            "Cgroup {{ $labels.cgroup }} uses {{ $value | humanizePercentage }} of memory.max, "
+            f"meets the limit again and again, and more than {s.unwritten_ratio:.0%} of it is "
+            "dirty or under writeback, which reclaim must wait for. If the disk does not keep up, "
+            "the OOM killer comes.",
+            minutes=2,
+            keep_minutes=5,
+        ),
+    ]
+
+
+def _block_io(s: Settings, r: Records) -> list[Alert]:
+    slow = f"{r.device_p99} > {s.slow_io_seconds}\nand {r.device_rate} > {s.slow_io_rate}"
+    lies_on = gauge(c.DEVICE_DISK_INFO)
+    # As devices the disks at the bottom of something, if only of themselves.
+    disks = (
+        f'label_replace(\n  max by ({HOST}, disk) ({lies_on}),\n  "device", "$1", "disk", "(.+)"\n)'
+    )
+    share = (
+        f"{r.cgroup_written} / ignoring (cgroup) group_left ()\n"
+        f"  sum without (cgroup) ({r.cgroup_written})"
+    )
+    named = r.cgroup_written.where('cgroup!~"/|other|unattributed"')
+    root_waits = r.io_some.where('cgroup="/"')
+    floor = gauge(c.IOCOST_QOS_RATIO).where('parameter="min"')
+    return [
+        Alert(
+            "BlockIOSlow",
+            f"({slow})\n* on ({HOST}, device) group_left (disk) {disks}\n"
+            # What nothing is known of is a disk.
+            f"or ({slow})\nunless on ({HOST}, device) {lies_on}",
+            WARNING,
+            "{{ $labels.device }} of {{ $labels.instance }} is slow ({{ $labels.op }})",
+            "One in a hundred {{ $labels.op }} requests to {{ $labels.device }} takes the device "
+            "{{ $value | humanizeDuration }} or longer. This is time in the device, not in a queue "
+            "of this host.",
+            minutes=10,
+            keep_minutes=5,
+            labels={"layer": "disk"},
+        ),
+        # For each disk below it, so that the disk's own alert silences this one.
+        Alert(
+            "BlockIOSlow",
+            f"{lies_on} * on ({HOST}, device) group_left ()\nmax by ({HOST}, device) (\n"
+            f"({slow})\nunless on ({HOST}, device) {disks}\n)",
+            WARNING,
+            "{{ $labels.device }} on {{ $labels.disk }} of {{ $labels.instance }} is slow",
+            "One in a hundred requests to {{ $labels.device }}, which lies on {{ $labels.disk }}, "
+            "takes {{ $value | humanizeDuration }} or longer below it.",
+            minutes=10,
+            keep_minutes=5,
+            labels={"layer": "stacked"},
+        ),
+        Alert(
+            "FragmentedWrites",
+            f"{r.device_small_writes} > {s.fragment_ratio}\n"
+            f"and {r.device_rate} > {s.fragment_rate}\n"
+            f"and on ({HOST}, device) {r.device_throttled} > {s.throttled_tasks}",
+            WARNING,
+            "{{ $labels.device }} of {{ $labels.instance }} gets its writes in small pieces",
+            "{{ $value | humanizePercentage }} of the writes to {{ $labels.device }} have at most "
+            f"{s.fragment_bytes / 1024:g} KiB, while tasks are throttled for it: its bandwidth "
+            "goes into pieces.",
+            minutes=15,
+            keep_minutes=5,
+        ),
+        Alert(
+            "ContainerWriteHog",
+            f"(\n  {share}\n) > {s.hog_ratio}\n"
+            f"and {named} > {s.hog_bytes:.0f}\n"
+            f"and on ({HOST}) (\n"
+            f"  {r.node_throttled} > {s.throttled_tasks} or {root_waits} > {s.waiting_ratio}\n)",
+            WARNING,
+            "{{ $labels.cgroup }} writes most of {{ $labels.device }} on {{ $labels.instance }} "
+            "while others wait",
+            "Cgroup {{ $labels.cgroup }} writes {{ $value | humanizePercentage }} of all bytes "
+            "that go to {{ $labels.device }}, and tasks of the host wait for IO.",
+            minutes=10,
+            keep_minutes=5,
+        ),
+        Alert(
+            "IocostVrateFloor",
+            f"{gauge(c.IOCOST_VRATE_RATIO)} <= ignoring (parameter) {floor} * 1.05\n"
+            f"and {gauge(c.IOCOST_ENABLED)} == 1",
+            WARNING,
+            "iocost holds {{ $labels.device }} of {{ $labels.instance }} at its lowest rate",
+            "iocost runs {{ $labels.device }} at {{ $value | humanizePercentage }}, the least that "
+            "io.cost.qos allows: the device does not meet its latency whatever iocost does, or the "
+            "model promises more than it has.",
+            minutes=10,
+            keep_minutes=5,
+        ),
+    ]
+
+
+def _stalls(s: Settings, r: Records) -> list[Alert]:
+    deadline = s.timeout_ratio * s.collective_timeout
+    return [
+        Alert(
+            "CheckpointStallApproachesTimeout",
+            f"{r.cgroup_stall} > {deadline:g}",
+            CRITICAL,
+            "{{ $labels.cgroup }} on {{ $labels.instance }} is held up by storage, near its "
+            "timeout",
+            "Cgroup {{ $labels.cgroup }} has been held up for {{ $value | humanizeDuration }} by a "
+            f"sync call or by throttling; its peers give up after {s.collective_timeout:g} s.",
+            keep_minutes=5,
+        ),
+        Alert(
+            "SyncCallStuck",
+            f"{gauge(c.SYNC_OPEN_SECONDS)} > {s.sync_seconds}",
+            WARNING,
+            "{{ $labels.call }} of {{ $labels.cgroup }} on {{ $labels.instance }} does not return",
+            "A task of cgroup {{ $labels.cgroup }} has been in {{ $labels.call }} for "
+            "{{ $value | humanizeDuration }}.",
+            minutes=1,
+            keep_minutes=5,
+        ),
+        *(
+            Alert(
+                "PressureStall",
+                f"{series} > {s.stalled_ratio}",
+                WARNING,
+                "{{ $labels.cgroup }} on {{ $labels.instance }} stands still for "
+                "{{ $labels.resource }}",
+                "All tasks of cgroup {{ $labels.cgroup }} that had work waited for "
+                "{{ $labels.resource }} at once for {{ $value | humanizePercentage }} of the time.",
+                minutes=10,
+                keep_minutes=5,
+                labels={"resource": resource},
+            )
+            for resource, series in (("io", r.io_full), ("memory", r.memory_full))
+        ),
+    ]
+
+
+def _exporter(s: Settings) -> list[Alert]:
+    up = Series("up", ()).where(f'job=~"{s.job}"')
+    features = gauge(c.EXPORTER_FEATURE_AVAILABLE)
+    main = features.where('feature=~"dirty_throttle|block_io"')
+    degraded = {
+        "feature": (
+            f"{features} == 0\n"
+            f"and on ({HOST}, feature) (\n"
+            f"  {main} == 0\n"
+            f"  or max without (reason) (max_over_time({features}[1d])) == 1\n)",
+            "{{ $labels.feature }} is not available: {{ $labels.reason }}. `writeback-exporter "
+            "doctor` on the host says what to do.",
+            10,
+        ),
+        "collector": (
+            f"{gauge(c.EXPORTER_COLLECTOR_SUCCESS)} == 0",
+            "Collector {{ $labels.collector }} fails: its metrics are absent. The log says why.",
+            10,
+        ),
+        "map_full": (
+            f"{gauge(c.EXPORTER_MAP_ENTRIES)} / {gauge(c.EXPORTER_MAP_CAPACITY)} > {s.map_ratio}",
+            "BPF map {{ $labels.map }} is full to {{ $value | humanizePercentage }}; what finds no "
+            "room counts as other.",
+            10,
+        ),
+        "events_dropped": (
+            f"increase({counter(c.EXPORTER_MAP_DROPPED)}[{s.window}]) > 0",
+            "{{ $value | humanize }} events found no room in BPF map {{ $labels.map }}.",
+            0,
+        ),
+        "events_missed": (
+            f"rate({counter(c.EXPORTER_PROGRAM_MISSED)}[{s.window}]) > {s.missed_rate}",
+            "BPF program {{ $labels.program }} misses {{ $value | humanize }} events a second.",
+            10,
+        ),
+    }
+    down = {
+        "unreachable": (f"{up} == 0", "Prometheus cannot scrape it."),
+        "empty": (
+            f"{up} == 1\nunless on ({HOST}) {gauge(c.EXPORTER_BUILD_INFO)}",
+            "What answers there is not the exporter, or it answers with nothing.",
+        ),
+        "unknown": (f"absent({up})", "Prometheus has no target of that job at all."),
+    }
+    return [
+        *(
+            Alert(
+                "ExporterDegraded",
+                expr,
+                WARNING,
+                "The writeback exporter of {{ $labels.instance }} does not see all",
+                description,
+                minutes=minutes,
+                keep_minutes=10,
+                labels={"problem": problem},
+            )
+            for problem, (expr, description, minutes) in degraded.items()
+        ),
+        *(
+            Alert(
+                "ExporterDown",
+                expr,
+                WARNING,
+                "The writeback exporter{{ with $labels.instance }} of {{ . }}{{ end }} is not seen",
+                description + " Nothing else alerts for what it watches.",
+                minutes=5,
+                labels={"problem": problem},
+            )
+            for problem, (expr, description) in down.items()
+        ),
+    ]

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recording rules: what alerts compare, and what is too slow to ask for afresh on a dashboard.
+
+Aggregations are `without`, so that labels which a Prometheus adds to its targets stay. Names are
+level:what; a record is used by its Python name, so that none can be misspelt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from alerts.promql import HOST, Series, buckets, counter, counts, gauge, sums, up_to
+from alerts.settings import Settings
+from writeback_exporter.metrics import catalogue as c
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    series: Series
+    expr: str
+
+
+class Records:
+    """The rules by name; `all` in the order in which they need each other."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.all: list[Record] = []
+        w = settings.window
+
+        # Throttling: seconds asleep per second, which is tasks asleep.
+        self.cgroup_throttled = self._add(
+            "cgroup:dirty_throttled_seconds_rate",
+            ("cgroup", "bdi"),
+            f"rate({sums(c.DIRTY_THROTTLE_SECONDS)}[{w}])",
+        )
+        self.bdi_throttled = self._add(
+            "bdi:dirty_throttled_seconds_rate",
+            ("bdi",),
+            f"sum without (cgroup) ({self.cgroup_throttled})",
+        )
+        self.node_throttled = self._add(
+            "node:dirty_throttled_seconds_rate",
+            (),
+            f"sum without (bdi) ({self.bdi_throttled})",
+        )
+
+        # A BDI's backlog. debugfs tells it for all of the BDI's cgroups; without, it is that of the
+        # one that was throttled last.
+        self.bdi_dirty = self._add(
+            "bdi:dirty_bytes",
+            ("bdi",),
+            f"sum without (cgroup) ({gauge(c.WB_RECLAIMABLE_BYTES)} + "
+            f"{gauge(c.WB_WRITEBACK_BYTES)})\nor {gauge(c.BDI_DIRTY_BYTES)}",
+        )
+        self.bdi_written = self._add(
+            "bdi:written_bytes_rate",
+            ("bdi",),
+            f"sum without (cgroup) (rate({counter(c.WB_WRITTEN_BYTES)}[{w}]))\n"
+            f"or sum without (reason) (rate({counter(c.WORK_BYTES)}[{w}]))",
+        )
+        # Of the domain that was throttled last; its freerun point is in the same proportion to its
+        # limit as the host's (domain_dirty_limits and wb_dirty_limits, mm/page-writeback.c).
+        self.bdi_freerun = self._add(
+            "bdi:dirty_freerun_ratio",
+            ("bdi",),
+            f"{gauge(c.BDI_DIRTY_BYTES)}\n"
+            f"/ ({gauge(c.BDI_DIRTY_THRESHOLD_BYTES)} * on ({HOST}) group_left ()\n"
+            f"  ({gauge(c.HOST_DIRTY_FREERUN_BYTES)} / {gauge(c.HOST_DIRTY_THRESHOLD_BYTES)}))",
+        )
+        self.bdi_drain = self._add(
+            "bdi:drain_seconds", ("bdi",), f"{self.bdi_dirty} / {self.bdi_written}"
+        )
+        # The disks at the bottom of a BDI's device, whatever lies between.
+        bdi_info = gauge(c.BDI_INFO).where('device!=""')
+        self.device_throttled = self._add(
+            "device:dirty_throttled_seconds_rate",
+            ("device",),
+            f"""label_replace(
+  sum by ({HOST}, disk) (
+    {gauge(c.DEVICE_DISK_INFO)} * on ({HOST}, device) group_left ()
+    sum by ({HOST}, device) (
+      {self.bdi_throttled} * on ({HOST}, bdi) group_left (device) {bdi_info}
+    )
+  ),
+  "device", "$1", "disk", "(.+)"
+)""",
+        )
+
+        # Dirty memory of the host.
+        self.node_dirty = self._add(
+            "node:dirty_bytes",
+            (),
+            f"{gauge(c.HOST_DIRTY_BYTES)} + {gauge(c.HOST_WRITEBACK_BYTES)}",
+        )
+        self.node_dirty_rise = self._add(
+            "node:dirty_rise_bytes",
+            (),
+            f"{self.node_dirty} - min_over_time({self.node_dirty}[10m])",
+        )
+        self.node_kswapd = self._add(
+            "node:pgsteal_kswapd_rate",
+            (),
+            "sum without (by) (rate("
+            + str(counter(c.HOST_RECLAIMED_BYTES).where('by="kswapd"'))
+            + f"[{w}]))",
+        )
+
+        # Block IO by disk, which is what is slow, and by owner.
+        self.device_rate = self._add(
+            "device:block_io_operations_rate",
+            ("device", "op"),
+            f"sum without (cgroup) (rate({counts(c.BLOCK_IO_DEVICE_SECONDS)}[{w}]))",
+        )
+        for name, metric in (
+            ("device", c.BLOCK_IO_DEVICE_SECONDS),
+            ("queue", c.BLOCK_IO_QUEUE_SECONDS),
+        ):
+            self._add(
+                f"device:block_io_{name}_seconds_p99",
+                ("device", "op"),
+                f"histogram_quantile(0.99, sum without (cgroup) (rate({buckets(metric)}[{w}])))",
+            )
+        self.device_p99 = self._named("device:block_io_device_seconds_p99")
+        self._add(
+            "cgroup:block_io_device_seconds_p99",
+            ("cgroup", "device", "op"),
+            f"histogram_quantile(0.99, rate({buckets(c.BLOCK_IO_DEVICE_SECONDS)}[{w}]))",
+        )
+        self.cgroup_written = self._add(
+            "cgroup:block_io_written_bytes_rate",
+            ("cgroup", "device"),
+            "sum without (op) (rate("
+            + str(sums(c.BLOCK_IO_SIZE_BYTES).where('op="write"'))
+            + f"[{w}]))",
+        )
+        small = up_to(c.BLOCK_IO_SIZE_BYTES, settings.fragment_bytes).where('op="write"')
+        self.device_small_writes = self._add(
+            "device:block_io_small_writes_ratio",
+            ("device", "op"),
+            f"sum without (cgroup, le) (rate({small}[{w}]))\n"
+            "/ sum without (cgroup) (rate("
+            + str(counts(c.BLOCK_IO_SIZE_BYTES).where('op="write"'))
+            + f"[{w}]))",
+        )
+
+        # Pressure: shares of time.
+        for name, resource in (("mem", "memory"), ("io", "io")):
+            for kind, metric in (
+                ("some", c.PRESSURE_WAITING_SECONDS),
+                ("full", c.PRESSURE_STALLED_SECONDS),
+            ):
+                of_resource = counter(metric).where(f'resource="{resource}"')
+                self._add(
+                    f"cgroup:{name}_pressure_{kind}_rate",
+                    ("cgroup",),
+                    f"sum without (resource) (rate({of_resource}[{w}]))",
+                )
+
+        self.io_some = self._named("cgroup:io_pressure_some_rate")
+        self.io_full = self._named("cgroup:io_pressure_full_rate")
+        self.memory_full = self._named("cgroup:mem_pressure_full_rate")
+
+        # A cgroup and its memory limit; what is not written yet cannot be dropped.
+        limit = gauge(c.CGROUP_MEMORY_LIMIT_BYTES).where('limit="max"')
+        self.cgroup_memory = self._add(
+            "cgroup:memory_limit_use_ratio",
+            ("cgroup",),
+            f"{gauge(c.CGROUP_MEMORY_BYTES)} / ignoring (limit) {limit}",
+        )
+        self.cgroup_unwritten = self._add(
+            "cgroup:memory_limit_unwritten_ratio",
+            ("cgroup",),
+            f"({gauge(c.CGROUP_DIRTY_BYTES)} + {gauge(c.CGROUP_WRITEBACK_BYTES)})\n"
+            f"/ ignoring (limit) {limit}",
+        )
+
+        # How long a job's cgroup has been held up: by a sync call that is open now, or throttled
+        # within the time that its watchdog grants, as a mean of the tasks that slept at once.
+        jobs = f'cgroup=~"{settings.training_cgroups}"'
+        timeout = f"{settings.collective_timeout:.0f}s"
+        asleep = gauge(c.DIRTY_THROTTLED_TASKS).where(jobs)
+        self.cgroup_stall = self._add(
+            "cgroup:stall_seconds",
+            ("cgroup",),
+            f"""max without (by) (
+  label_replace(
+    max without (call) ({gauge(c.SYNC_OPEN_SECONDS).where(jobs)}), "by", "sync", "", ""
+  )
+  or
+  label_replace(
+    sum without (bdi) (increase({sums(c.DIRTY_THROTTLE_SECONDS).where(jobs)}[{timeout}]))
+    / clamp_min(sum without (bdi) (max_over_time({asleep}[{timeout}])), 1),
+    "by", "throttling", "", ""
+  )
+)""",
+        )
+
+        self._add(
+            "io_uring:sq_busy_ratio",
+            ("cgroup",),
+            f"rate({counter(c.IO_URING_SQ_BUSY_SECONDS)}[{w}])\n"
+            f"/ rate({counter(c.IO_URING_SQ_SECONDS)}[{w}])",
+        )
+
+    def _named(self, name: str) -> Series:
+        return {record.series.name: record.series for record in self.all}[name]
+
+    def _add(self, name: str, labels: tuple[str, ...], expr: str) -> Series:
+        series = Series(name, labels)
+        self.all.append(Record(series, expr))
+        return series
