@@ -7,7 +7,7 @@
 #   make build   prepare all and leave the program at .venv/bin/writeback-exporter
 #   make bpf     compile the BPF objects     make lint     ruff, mypy, clang-format
 #   make bench   measure (not part of test)  make wheel    dist/*.whl
-#   make rules   write alert rules, from alerts/
+#   make dashboards   write dashboards, from dashboards/      make rules   alert rules, from alerts/
 #   make docs    write docs/metrics.md from the catalogue, docs/kernels.md from what guests say
 #   make clean   remove all that these made, except the cache of guest kernels
 #
@@ -36,7 +36,7 @@ TEST_PACKAGES = clang-format bpftool e2fsprogs xfsprogs btrfs-progs util-linux k
 # Unpacked, not installed: that would start them as services of this machine.
 MONITORING := prometheus prometheus-alertmanager
 
-.PHONY: run build bpf test test-matrix lint unit host guest bench rules docs wheel clean
+.PHONY: run build bpf test test-matrix lint unit host guest bench dashboards rules docs wheel clean
 
 run: build
 	$(VENV)/bin/writeback-exporter
@@ -114,6 +114,9 @@ test-matrix: build $(VENV)/.tested build/packages.test
 
 bench: build $(VENV)/.tested build/packages.test
 	$(VENV)/bin/python -m tests.bench
+
+dashboards: $(VENV)/.tested
+	$(VENV)/bin/python -m dashboards
 
 rules: $(VENV)/.tested
 	$(VENV)/bin/python -m alerts

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The exporter itself: what it sees, what it loses, what it costs."""
+
+from __future__ import annotations
+
+from grafanalib.core import Templating
+
+from alerts.promql import Series, counter, gauge
+from dashboards.grafana import (
+    GREEN,
+    RED,
+    YELLOW,
+    Dashboard,
+    Graph,
+    Number,
+    Panel,
+    Row,
+    here,
+    queries,
+    rate,
+    sum_by,
+    table,
+    top,
+)
+from dashboards.variables import TARGETS
+from writeback_exporter.metrics import catalogue as c
+
+# Of Prometheus and of prometheus-client's ProcessCollector.
+UP = Series("up", ())
+SCRAPE_SECONDS = Series("scrape_duration_seconds", ())
+CPU_SECONDS = Series("process_cpu_seconds_total", ())
+RESIDENT = Series("process_resident_memory_bytes", ())
+
+
+def dashboard() -> Dashboard:
+    return Dashboard(
+        title="Writeback: exporter",
+        uid="writeback-exporter",
+        description="What the exporter sees, what it loses and what it costs.",
+        templating=Templating(TARGETS),
+        panels=[*_features(), *_losses(), *_cost()],
+    )
+
+
+def _features() -> list[Panel | Row]:
+    features = here(gauge(c.EXPORTER_FEATURE_AVAILABLE))
+    return [
+        Row(title="Does it see all?"),
+        Number(
+            title="Exporters that answer",
+            description="Of those that Prometheus scrapes.",
+            unit="none",
+            targets=queries([(f"sum({here(UP)})", "")]),
+        ),
+        Number(
+            title="Main signals missing",
+            description="Hosts without throttling or without block IO: `writeback-exporter "
+            "doctor` there says what to do.",
+            unit="none",
+            steps=((GREEN, None), (RED, 1)),
+            targets=queries(
+                [
+                    (
+                        "count("
+                        + str(features.where('feature=~"dirty_throttle|block_io"'))
+                        + " == 0) or vector(0)",
+                        "",
+                    )
+                ]
+            ),
+        ),
+        Number(
+            title="Collectors that fail",
+            description="Their metrics are absent from scrapes; the exporter's log says why.",
+            unit="none",
+            steps=((GREEN, None), (RED, 1)),
+            targets=queries(
+                [(f"count({here(gauge(c.EXPORTER_COLLECTOR_SUCCESS))} == 0) or vector(0)", "")]
+            ),
+        ),
+        Number(
+            title="Series exported",
+            description="By all exporters. See docs/cardinality.md for how to bound them.",
+            unit="short",
+            targets=queries([(f"sum({here(gauge(c.EXPORTER_SERIES))})", "")]),
+        ),
+        table(
+            [(f"{features} == 0 or 1 + 0 * {features}", "Available", "none")],
+            hide=["job"],
+            title="Features",
+            description="0: not available, with the reason; docs/troubleshooting.md says what "
+            "each reason means. Some are legitimately absent, such as debugfs where it is not "
+            "mounted.",
+            lines=10,
+        ),
+    ]
+
+
+def _losses() -> list[Panel | Row]:
+    return [
+        Row(title="Does it lose anything?"),
+        Graph(
+            title="BPF maps: how full",
+            description="Above 90 % what is new finds no room soon, and counts as other. "
+            "docs/cardinality.md.",
+            unit="percentunit",
+            steps=((GREEN, None), (YELLOW, 0.75), (RED, 0.9)),
+            lines_at_steps=True,
+            targets=queries(
+                [
+                    (
+                        top(
+                            f"{here(gauge(c.EXPORTER_MAP_ENTRIES))} / "
+                            f"{here(gauge(c.EXPORTER_MAP_CAPACITY))}"
+                        ),
+                        "{{map}} {{instance}}",
+                    )
+                ]
+            ),
+        ),
+        Graph(
+            title="Events dropped and missed",
+            description="dropped: found no room in a map. missed: the kernel did not show them to "
+            "a program that was running on that CPU. bpf/README.md says which numbers suffer.",
+            unit="cps",
+            targets=queries(
+                [
+                    (
+                        sum_by("instance, map", rate(counter(c.EXPORTER_MAP_DROPPED))),
+                        "dropped {{map}} {{instance}}",
+                    ),
+                    (
+                        sum_by("instance, program", rate(counter(c.EXPORTER_PROGRAM_MISSED))),
+                        "missed {{program}} {{instance}}",
+                    ),
+                ]
+            ),
+        ),
+        Graph(
+            title="Cgroups",
+            description="Known by name, and collapsed into other: by a rule, beyond the limit, or "
+            "without a name.",
+            unit="none",
+            targets=queries(
+                [
+                    (str(here(gauge(c.EXPORTER_CGROUPS))), "{{state}} {{instance}}"),
+                    (str(here(gauge(c.EXPORTER_CGROUP_LABELS))), "exported {{instance}}"),
+                    (str(here(gauge(c.EXPORTER_CGROUP_LIMIT))), "limit {{instance}}"),
+                    (
+                        str(here(gauge(c.EXPORTER_COLLAPSED_CGROUPS))),
+                        "collapsed: {{reason}} {{instance}}",
+                    ),
+                ]
+            ),
+        ),
+        Graph(
+            title="Collectors that fail, over time",
+            description="1 where the collector succeeded in that scrape.",
+            unit="none",
+            targets=queries(
+                [
+                    (
+                        "min by (instance, collector) ("
+                        + str(here(gauge(c.EXPORTER_COLLECTOR_SUCCESS)))
+                        + ")",
+                        "{{collector}} {{instance}}",
+                    )
+                ]
+            ),
+        ),
+    ]
+
+
+def _cost() -> list[Panel | Row]:
+    runs, spent = counter(c.EXPORTER_PROGRAM_RUNS), counter(c.EXPORTER_PROGRAM_RUN_SECONDS)
+    return [
+        Row(title="What does it cost?"),
+        Graph(
+            title="Scrapes: how long",
+            description="As Prometheus sees it, and by collector. Near scrape_timeout: bound the "
+            "series, docs/cardinality.md.",
+            unit="s",
+            targets=queries(
+                [
+                    (str(here(SCRAPE_SECONDS)), "scrape {{instance}}"),
+                    (
+                        top(here(gauge(c.EXPORTER_COLLECTOR_DURATION_SECONDS))),
+                        "{{collector}} {{instance}}",
+                    ),
+                ]
+            ),
+        ),
+        Graph(
+            title="Time of BPF programs",
+            description="CPUs that the programs take, where kernel.bpf_stats_enabled is 1; else "
+            "nothing is known here.",
+            unit="none",
+            targets=queries(
+                [
+                    (
+                        top(sum_by("instance, program", rate(spent))),
+                        "{{program}} {{instance}}",
+                    )
+                ]
+            ),
+        ),
+        Graph(
+            title="Time of a run of a BPF program",
+            description="The mean, where kernel.bpf_stats_enabled is 1.",
+            unit="s",
+            targets=queries(
+                [
+                    (
+                        top(
+                            sum_by("instance, program", rate(spent))
+                            + f" / ({sum_by('instance, program', rate(runs))} > 0)"
+                        ),
+                        "{{program}} {{instance}}",
+                    )
+                ]
+            ),
+        ),
+        Graph(
+            title="CPU of the exporter",
+            description="CPUs in use.",
+            unit="none",
+            targets=queries([(rate(CPU_SECONDS), "CPUs {{instance}}")]),
+        ),
+        Graph(
+            title="Memory of the exporter",
+            description="Resident; BPF maps are the kernel's and not in it.",
+            unit="bytes",
+            targets=queries([(str(here(RESIDENT)), "{{instance}}")]),
+        ),
+    ]
