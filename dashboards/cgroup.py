@@ -243,7 +243,7 @@ def _limits() -> list[Panel | Row]:
         ),
         Graph(
             title="Operations: allowed by io.max, used",
-            description="As bytes, for operations.",
+            description="As for bytes: a limit of small requests, not of throughput.",
             unit="iops",
             targets=queries(pair(c.CGROUP_IO_MAX_OPERATIONS, counter(c.CGROUP_IO_OPERATIONS))),
         ),

@@ -222,7 +222,7 @@ def _cost() -> list[Panel | Row]:
         ),
         Graph(
             title="CPU of the exporter",
-            description="CPUs in use.",
+            description="CPUs that its process takes, without its BPF programs.",
             unit="none",
             targets=queries([(rate(CPU_SECONDS), "CPUs {{instance}}")]),
         ),

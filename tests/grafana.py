@@ -27,12 +27,13 @@ def expressions(board: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield panel["title"], target["expr"]
 
 
+_ASKED = re.compile(r"label_values\((.+), \w+\)|query_result\((.+)\)")
+
+
 def queries_of(board: Mapping[str, Any]) -> Iterator[str]:
     """What variables ask: a selector, or an expression."""
     for variable in board["templating"]["list"]:
         if variable["type"] == "query":
-            found = re.fullmatch(
-                r"label_values\((.+), \w+\)|query_result\((.+)\)", variable["definition"]
-            )
+            found = _ASKED.fullmatch(variable["definition"])
             assert found, variable["definition"]
             yield found[1] or found[2]

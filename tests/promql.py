@@ -43,7 +43,7 @@ COUNTERS = {
     for metric in ALL
     if metric.kind is not Kind.GAUGE
     for suffix in _SUFFIXES[metric.kind]
-}
+} | {"process_cpu_seconds_total"}
 
 
 def selectors(expr: str) -> list[VectorSelector]:
