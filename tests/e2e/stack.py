@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real Prometheus and Alertmanager on loopback: they scrape an exporter, and page a webhook."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import threading
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from alerts.__main__ import HERE, files
+from alerts.settings import Settings
+from tests import lab
+from tests.monitoring import tool
+
+SCRAPES = "1s"
+WINDOW = "10s"
+"""Of rates: ten scrapes."""
+
+T = TypeVar("T")
+
+Series = tuple[dict[str, str], list[tuple[float, float]]]
+"""Labels, and (time, value)."""
+
+
+def wait_for(what: str, ask: Callable[[], T | None], seconds: float = 60) -> T:
+    """What `ask` says once it says anything."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        said = ask()
+        if said:
+            return said
+        time.sleep(0.2)
+    raise AssertionError(f"waited {seconds} s for {what}")
+
+
+def get(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=30) as response:
+        return json.load(response)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+# Who is told -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Webhook:
+    """What Alertmanager sent, by the path that it sent it to."""
+
+    url: str
+    received: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+
+    def alerts(self, receiver: str, name: str, status: str) -> list[dict[str, Any]]:
+        return [
+            alert
+            for path, message in list(self.received)
+            if path == f"/{receiver}"
+            for alert in message["alerts"]
+            if alert["labels"]["alertname"] == name and alert["status"] == status
+        ]
+
+
+@contextmanager
+def webhook() -> Iterator[Webhook]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            made.received.append((self.path, json.loads(body)))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, format: str, *arguments: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    made = Webhook(f"http://127.0.0.1:{server.server_port}")
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield made
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+# Servers -----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _server(command: list[str | Path], ready: str, log: Path) -> Iterator[None]:
+    def answers() -> bool:
+        assert process.poll() is None, log.read_text()
+        try:
+            with urllib.request.urlopen(ready, timeout=5):
+                return True
+        except OSError:
+            return False
+
+    with log.open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        wait_for(ready, answers)
+        yield
+    finally:
+        process.terminate()
+        try:
+            process.wait(timeout=30)
+        finally:
+            process.kill()
+
+
+@dataclass(frozen=True)
+class Alertmanager:
+    url: str
+
+    def alerts(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = get(f"{self.url}/api/v2/alerts")
+        return found
+
+
+@contextmanager
+def alertmanager(directory: Path, pager: Webhook) -> Iterator[Alertmanager]:
+    """With the example, but to `pager`, and at once."""
+    config = yaml.safe_load((HERE / "alertmanager.yml").read_text())
+    for route in (config["route"], *config["route"]["routes"]):
+        route.update(group_wait="0s", group_interval="1s")
+    for receiver in config["receivers"]:
+        (hook,) = receiver["webhook_configs"]
+        hook["url"] = f"{pager.url}/{receiver['name']}"
+    (directory / "alertmanager.yml").write_text(yaml.safe_dump(config))
+    url = f"http://127.0.0.1:{free_port()}"
+    # Its templates are where Debian installs them, and it looks nowhere else.
+    share = tool("prometheus-alertmanager").parents[1] / "share"
+    command: list[str | Path] = [
+        *lab.with_mounts(f"mount -t overlay -o lowerdir={share}:/usr/share overlay /usr/share"),
+        tool("prometheus-alertmanager"),
+        f"--config.file={directory / 'alertmanager.yml'}",
+        f"--storage.path={directory / 'alertmanager'}",
+        f"--web.listen-address={url.removeprefix('http://')}",
+        "--cluster.listen-address=",
+    ]
+    with _server(command, f"{url}/-/ready", directory / "alertmanager.log"):
+        yield Alertmanager(url)
+
+
+@dataclass(frozen=True)
+class Prometheus:
+    url: str
+
+    def query(self, expr: str, at: float | None = None) -> list[Series]:
+        asked = {"query": expr} | ({"time": f"{at}"} if at else {})
+        return self._ask("query", asked)
+
+    def query_range(self, expr: str, start: float, end: float, step: float = 1) -> list[Series]:
+        return self._ask("query_range", {"query": expr, "start": start, "end": end, "step": step})
+
+    def _ask(self, how: str, asked: dict[str, Any]) -> list[Series]:
+        answer = get(f"{self.url}/api/v1/{how}?{urllib.parse.urlencode(asked)}")
+        assert answer["status"] == "success", answer
+        data = answer["data"]
+        if data["resultType"] == "scalar":
+            return [({}, [_sample(data["result"])])]
+        return [
+            (row["metric"], [_sample(value) for value in row.get("values") or [row["value"]]])
+            for row in data["result"]
+        ]
+
+
+def _sample(pair: list[Any]) -> tuple[float, float]:
+    return float(pair[0]), float(pair[1])
+
+
+@contextmanager
+def prometheus(
+    directory: Path, target: str, to: Alertmanager, rules: Settings
+) -> Iterator[Prometheus]:
+    (directory / "rules.yml").write_text(files(rules)["rules.yml"])
+    config = {
+        "global": {
+            "scrape_interval": SCRAPES,
+            "scrape_timeout": SCRAPES,
+            "evaluation_interval": SCRAPES,
+        },
+        "rule_files": [str(directory / "rules.yml")],
+        "alerting": {
+            "alertmanagers": [{"static_configs": [{"targets": [to.url.removeprefix("http://")]}]}]
+        },
+        "scrape_configs": [
+            {"job_name": "writeback-exporter", "static_configs": [{"targets": [target]}]}
+        ],
+    }
+    (directory / "prometheus.yml").write_text(yaml.safe_dump(config))
+    url = f"http://127.0.0.1:{free_port()}"
+    command: list[str | Path] = [
+        tool("prometheus"),
+        f"--config.file={directory / 'prometheus.yml'}",
+        f"--storage.tsdb.path={directory / 'tsdb'}",
+        f"--web.listen-address={url.removeprefix('http://')}",
+        "--rules.alert.resend-delay=1s",
+        "--rules.alert.for-grace-period=0s",
+        "--rules.alert.for-outage-tolerance=0s",
+    ]
+    with _server(command, f"{url}/-/ready", directory / "prometheus.log"):
+        yield Prometheus(url)
+
+
+@dataclass(frozen=True)
+class Stack:
+    exporter: lab.Exporter
+    prometheus: Prometheus
+    alertmanager: Alertmanager
+    webhook: Webhook
+
+
+@contextmanager
+def stack(directory: Path, *flags: str) -> Iterator[Stack]:
+    """All of them; the exporter with these flags. The rules' thresholds are the usual ones, only
+    that nothing must last."""
+    with ExitStack() as open_:
+        exporter = open_.enter_context(lab.Exporter(*flags))
+        hook = open_.enter_context(webhook())
+        manager = open_.enter_context(alertmanager(directory, hook))
+        target = exporter.url.removeprefix("http://")
+        rules = Settings(window=WINDOW, patience=0)
+        server = open_.enter_context(prometheus(directory, target, manager, rules))
+        wait_for("a scrape", lambda: server.query("up == 1"))
+        yield Stack(exporter, server, manager, hook)

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happens: a writer that is throttled but well, then storage that takes no more, then relief.
+
+The writer's disk is a loop device over a file on another one. A strict limit of its BDI throttles
+its writers and nobody else's. Freezing the lower file system stops all that the loop device writes,
+as a storage network that is gone does.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests import lab
+from tests.e2e.stack import Stack, stack, wait_for
+
+FLAGS = ("--collector.page_flow", "--collector.memory_stall", "--sync.tracepoints")
+MIB = 1 << 20
+LIMIT = 1 << 20
+CALM, WELL = 5, 20
+"""Seconds without anything, and of a writer that is throttled but well."""
+
+# Its file is there already, so that no journal has to be written for it to go on.
+WRITER = """
+fd = os.open(arguments[0], os.O_WRONLY)
+block = b"x" * 65536
+while True:
+    for at in range(0, 32 << 20, len(block)):
+        os.pwrite(fd, block, at)
+"""
+PREPARED = """
+fd = os.open(arguments[0], os.O_WRONLY | os.O_CREAT, 0o600)
+os.write(fd, bytes(32 << 20))
+os.fsync(fd)
+"""
+SYNCER = """
+import time
+while True:
+    fd = os.open(arguments[0], os.O_WRONLY | os.O_CREAT, 0o600)
+    os.write(fd, b"x" * 4096)
+    os.fsync(fd)
+    os.close(fd)
+    time.sleep(0.1)
+"""
+
+
+@dataclass(frozen=True)
+class Story:
+    """Times are of the machine's clock, as Prometheus has them."""
+
+    stack: Stack
+    disk: lab.Disk
+    lower: lab.Disk
+    cgroup: lab.Cgroup
+    began: float
+    well: float
+    stuck: float
+    paged: float
+    suppressed: list[str]
+    """Alerts that Alertmanager held back while it paged."""
+    relieved: float
+    resolved: float
+
+
+@contextmanager
+def frozen(mount: Path) -> Iterator[None]:
+    lab.sh("fsfreeze", "--freeze", mount)
+    try:
+        yield
+    finally:
+        lab.sh("fsfreeze", "--unfreeze", mount)
+
+
+@contextmanager
+def story(directory: Path) -> Iterator[Story]:
+    """Runs it all, and leaves the servers up for what is to be asked."""
+    below, above = directory / "below", directory / "above"
+    below.mkdir()
+    above.mkdir()
+    with ExitStack() as open_:
+        lower = open_.enter_context(lab.loop_disk(below, 256 * MIB))
+        lower_mount = open_.enter_context(lab.ext4(lower, below))
+        disk = open_.enter_context(lab.loop_disk(lower_mount, 128 * MIB))
+        mount = open_.enter_context(lab.ext4(disk, above))
+        cgroup = open_.enter_context(
+            lab.cgroup(lab.hierarchies().task, f"checkpoint-writer-{os.getpid()}")
+        )
+        lab.run_in([cgroup], PREPARED, mount / "checkpoint")
+        open_.enter_context(lab.strict_limit(disk, LIMIT))
+        running = open_.enter_context(stack(directory, *FLAGS))
+
+        began = time.time()
+        lab.spawn_in([cgroup], SYNCER, lower_mount / "log")
+        time.sleep(CALM)
+        well = time.time()
+        writer = lab.spawn_in([cgroup], WRITER, mount / "checkpoint")
+        time.sleep(WELL)
+
+        def paged() -> bool:
+            return bool(running.webhook.alerts("pager", "WritebackCongestion", "firing"))
+
+        def resolved() -> bool:
+            return bool(running.webhook.alerts("pager", "WritebackCongestion", "resolved"))
+
+        assert not paged(), "a throttled writer whose disk keeps up paged somebody"
+        with frozen(lower_mount):
+            stuck = time.time()
+            wait_for("the page", paged)
+            at_page = time.time()
+            suppressed = wait_for("an alert that is held back", lambda: _suppressed(running))
+            time.sleep(5)
+            relieved = time.time()
+        writer.kill()
+        writer.communicate()
+        wait_for("the end of the page", resolved)
+        yield Story(
+            stack=running,
+            disk=disk,
+            lower=lower,
+            cgroup=cgroup,
+            began=began,
+            well=well,
+            stuck=stuck,
+            paged=at_page,
+            suppressed=suppressed,
+            relieved=relieved,
+            resolved=time.time(),
+        )
+
+
+def _suppressed(running: Stack) -> list[str]:
+    return [
+        alert["labels"]["alertname"]
+        for alert in running.alertmanager.alerts()
+        if alert["status"]["state"] == "suppressed"
+    ]
