@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.memory import MachineOfCgroups, Memory, Values, changed
@@ -420,6 +420,7 @@ STEPS = st.lists(
 OPS = ("read", "write", "discard", "flush", "other")
 
 
+@settings(deadline=None)
 @given(STEPS)
 def test_nothing_is_lost_or_counted_twice(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int]]
