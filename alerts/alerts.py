@@ -14,6 +14,7 @@ from alerts.records import Records
 from alerts.settings import Settings
 from writeback_exporter.metrics import catalogue as c
 
+NAMED = 'cgroup!~"/|other|unattributed"'
 CRITICAL, WARNING = "critical", "warning"
 """critical pages somebody; warning is for working hours."""
 
@@ -64,13 +65,18 @@ def _throttling(s: Settings, r: Records) -> list[Alert]:
         Alert(
             "WritebackCongestion",
             f"{r.bdi_throttled} > {s.throttled_tasks}\n"
-            f"and {r.bdi_freerun} > 1\n"
-            f"and {r.bdi_drain} > {s.drain_seconds}",
+            # That of each wb in turn: some may be below.
+            f"and max_over_time({r.bdi_freerun}[{s.window}]) > 1\n"
+            f"and (\n"
+            f"  {r.bdi_drain} > {s.drain_seconds}\n"
+            f"  and {r.bdi_written} < {s.slowed_ratio} * {r.bdi_written_best}\n"
+            f"  or {r.bdi_drain} > {s.drain_limit}\n"
+            f")",
             CRITICAL,
             "Writeback to BDI {{ $labels.bdi }} of {{ $labels.instance }} does not keep up",
             "On average {{ $value | humanize }} tasks sleep in balance_dirty_pages for BDI "
-            "{{ $labels.bdi }}, its dirty memory is above the freerun point, and at the rate at "
-            f"which it is written now it would take more than {s.drain_seconds:g} s to write it. "
+            "{{ $labels.bdi }}, its dirty memory is above the freerun point, and it is written so "
+            f"slowly that it would take more than {s.drain_seconds:g} s. "
             + _worst(r.cgroup_throttled, "bdi")
             + "See which disk is slow, and stop or limit who writes.",
             minutes=5,
@@ -109,7 +115,12 @@ def _memory(s: Settings, r: Records) -> list[Alert]:
         Alert(
             "CgroupOOMRisk",
             f"{r.cgroup_memory} > {s.memory_use_ratio}\n"
-            f"and {r.cgroup_unwritten} > {s.unwritten_ratio}\n"
+            # Cgroup v2 lets no cgroup have more dirty than vm.dirty_ratio of its memory.
+            f"and (\n"
+            f"  {r.cgroup_unwritten} > {s.unwritten_ratio} "
+            f"and {r.memory_some} > {s.reclaim_ratio}\n"
+            f"  or {r.cgroup_unwritten} > {s.unwritten_limit}\n"
+            f")\n"
             f"and ignoring (event) rate({at_limit}[{s.window}]) > 0",
             WARNING,
             "{{ $labels.cgroup }} on {{ $labels.instance }} is at its memory limit with pages that "
@@ -124,52 +135,74 @@ def _memory(s: Settings, r: Records) -> list[Alert]:
     ]
 
 
-def _block_io(s: Settings, r: Records) -> list[Alert]:
-    slow = f"{r.device_p99} > {s.slow_io_seconds}\nand {r.device_rate} > {s.slow_io_rate}"
+def _by_layer(
+    condition: str, severity: str, minutes: float, problem: str, summary: str, description: str
+) -> list[Alert]:
+    """BlockIOSlow where `condition` is true of a device: of the disks at the bottom, and of what
+    lies on them, once for each disk below it, so that the disk's own alert silences it."""
     lies_on = gauge(c.DEVICE_DISK_INFO)
     # As devices the disks at the bottom of something, if only of themselves.
     disks = (
         f'label_replace(\n  max by ({HOST}, disk) ({lies_on}),\n  "device", "$1", "disk", "(.+)"\n)'
     )
-    share = (
-        f"{r.cgroup_written} / ignoring (cgroup) group_left ()\n"
-        f"  sum without (cgroup) ({r.cgroup_written})"
-    )
-    named = r.cgroup_written.where('cgroup!~"/|other|unattributed"')
-    root_waits = r.io_some.where('cgroup="/"')
-    floor = gauge(c.IOCOST_QOS_RATIO).where('parameter="min"')
+    layers = {
+        "disk": f"({condition})\n* on ({HOST}, device) group_left (disk) {disks}\n"
+        # What nothing is known of is a disk.
+        f"or ({condition})\nunless on ({HOST}, device) {lies_on}",
+        "stacked": f"{lies_on} * on ({HOST}, device) group_left ()\nmax by ({HOST}, device) (\n"
+        f"({condition})\nunless on ({HOST}, device) {disks}\n)",
+    }
     return [
         Alert(
             "BlockIOSlow",
-            f"({slow})\n* on ({HOST}, device) group_left (disk) {disks}\n"
-            # What nothing is known of is a disk.
-            f"or ({slow})\nunless on ({HOST}, device) {lies_on}",
+            expr,
+            severity,
+            summary,
+            description,
+            minutes=minutes,
+            keep_minutes=5,
+            labels={"layer": layer, "problem": problem},
+        )
+        for layer, expr in layers.items()
+    ]
+
+
+def _block_io(s: Settings, r: Records) -> list[Alert]:
+    hog = (
+        f"{r.cgroup_share} > {s.hog_ratio}\nand {r.cgroup_written.where(NAMED)} > {s.hog_bytes:.0f}"
+    )
+    root_waits = r.io_some.where('cgroup="/"')
+    floor, ceiling = (
+        gauge(c.IOCOST_QOS_RATIO).where(f'parameter="{parameter}"') for parameter in ("min", "max")
+    )
+    return [
+        *_by_layer(
+            f"{r.device_slow} > {s.slow_ratio}\nand {r.device_rate} > {s.slow_rate}",
             WARNING,
-            "{{ $labels.device }} of {{ $labels.instance }} is slow ({{ $labels.op }})",
-            "One in a hundred {{ $labels.op }} requests to {{ $labels.device }} takes the device "
-            "{{ $value | humanizeDuration }} or longer. This is time in the device, not in a queue "
+            10,
+            "slow",
+            "{{ $labels.device }} of {{ $labels.instance }} is slow",
+            "{{ $value | humanizePercentage }} of{{ with $labels.op }} {{ . }}{{ end }} requests "
+            f"take {{{{ $labels.device }}}} more than {s.slow_seconds:.2g} s, or "
+            f"{s.slow_write_seconds:.2g} s to write. This is time in the device, not in a queue "
             "of this host.",
-            minutes=10,
-            keep_minutes=5,
-            labels={"layer": "disk"},
         ),
-        # For each disk below it, so that the disk's own alert silences this one.
-        Alert(
-            "BlockIOSlow",
-            f"{lies_on} * on ({HOST}, device) group_left ()\nmax by ({HOST}, device) (\n"
-            f"({slow})\nunless on ({HOST}, device) {disks}\n)",
-            WARNING,
-            "{{ $labels.device }} on {{ $labels.disk }} of {{ $labels.instance }} is slow",
-            "One in a hundred requests to {{ $labels.device }}, which lies on {{ $labels.disk }}, "
-            "takes {{ $value | humanizeDuration }} or longer below it.",
-            minutes=10,
-            keep_minutes=5,
-            labels={"layer": "stacked"},
+        *_by_layer(
+            f"{gauge(c.BLOCK_IO_INFLIGHT)} > 0\n"
+            f"unless on ({HOST}, device) sum by ({HOST}, device) ({r.device_rate}) > 0\n"
+            f"and on ({HOST}) {root_waits} > {s.waiting_ratio}",
+            CRITICAL,
+            2,
+            "stuck",
+            "{{ $labels.device }} of {{ $labels.instance }} does not answer",
+            "{{ $value }} requests are with {{ $labels.device }}, none has come back for "
+            f"{s.window}, and tasks wait for it.",
         ),
         Alert(
             "FragmentedWrites",
             f"{r.device_small_writes} > {s.fragment_ratio}\n"
             f"and {r.device_rate} > {s.fragment_rate}\n"
+            f"and {r.device_write_size} < {2 * s.fragment_bytes:.0f}\n"
             f"and on ({HOST}, device) {r.device_throttled} > {s.throttled_tasks}",
             WARNING,
             "{{ $labels.device }} of {{ $labels.instance }} gets its writes in small pieces",
@@ -181,22 +214,28 @@ def _block_io(s: Settings, r: Records) -> list[Alert]:
         ),
         Alert(
             "ContainerWriteHog",
-            f"(\n  {share}\n) > {s.hog_ratio}\n"
-            f"and {named} > {s.hog_bytes:.0f}\n"
-            f"and on ({HOST}) (\n"
-            f"  {r.node_throttled} > {s.throttled_tasks} or {root_waits} > {s.waiting_ratio}\n)",
+            f"{hog}\nand on ({HOST}, device) (\n"
+            f"  (\n"
+            f"    max without (op) ({r.cgroup_device_p99}) > {s.neighbour_seconds}\n"
+            f"    or max without (op) ({r.cgroup_queue_p99}) > {s.neighbour_seconds}\n"
+            f"  )\n"
+            f"  unless on ({HOST}, device, cgroup) ({hog})\n"
+            f")",
             WARNING,
             "{{ $labels.cgroup }} writes most of {{ $labels.device }} on {{ $labels.instance }} "
             "while others wait",
             "Cgroup {{ $labels.cgroup }} writes {{ $value | humanizePercentage }} of all bytes "
-            "that go to {{ $labels.device }}, and tasks of the host wait for IO.",
+            "that go to {{ $labels.device }}, and IO of other cgroups on it is slow.",
             minutes=10,
             keep_minutes=5,
         ),
         Alert(
             "IocostVrateFloor",
             f"{gauge(c.IOCOST_VRATE_RATIO)} <= ignoring (parameter) {floor} * 1.05\n"
-            f"and {gauge(c.IOCOST_ENABLED)} == 1",
+            f"and ignoring (parameter) {ceiling} > ignoring (parameter) {floor}\n"
+            f"and {gauge(c.IOCOST_ENABLED)} == 1\n"
+            f"and on ({HOST}, device) "
+            f"sum by ({HOST}, device) ({r.device_rate}) > {s.slow_rate}",
             WARNING,
             "iocost holds {{ $labels.device }} of {{ $labels.instance }} at its lowest rate",
             "iocost runs {{ $labels.device }} at {{ $value | humanizePercentage }}, the least that "
@@ -209,17 +248,29 @@ def _block_io(s: Settings, r: Records) -> list[Alert]:
 
 
 def _stalls(s: Settings, r: Records) -> list[Alert]:
-    deadline = s.timeout_ratio * s.collective_timeout
+    jobs = f'cgroup=~"{s.training_cgroups}"'
+    stalls = {
+        "sync": (
+            f"{gauge(c.SYNC_OPEN_SECONDS).where(jobs)} > {r.deadline:g}",
+            "has been in {{ $labels.call }}",
+        ),
+        "throttling": (f"{r.cgroup_stall} > {0.9 * r.deadline:g}", "has been throttled"),
+    }
     return [
-        Alert(
-            "CheckpointStallApproachesTimeout",
-            f"{r.cgroup_stall} > {deadline:g}",
-            CRITICAL,
-            "{{ $labels.cgroup }} on {{ $labels.instance }} is held up by storage, near its "
-            "timeout",
-            "Cgroup {{ $labels.cgroup }} has been held up for {{ $value | humanizeDuration }} by a "
-            f"sync call or by throttling; its peers give up after {s.collective_timeout:g} s.",
-            keep_minutes=5,
+        *(
+            Alert(
+                "CheckpointStallApproachesTimeout",
+                expr,
+                CRITICAL,
+                "{{ $labels.cgroup }} on {{ $labels.instance }} is held up by storage, near its "
+                "timeout",
+                f"A task of cgroup {{{{ $labels.cgroup }}}} {what} for "
+                "{{ $value | humanizeDuration }}; its peers give up after "
+                f"{s.collective_timeout:g} s.",
+                keep_minutes=5,
+                labels={"stall": stall},
+            )
+            for stall, (expr, what) in stalls.items()
         ),
         Alert(
             "SyncCallStuck",
@@ -244,7 +295,10 @@ def _stalls(s: Settings, r: Records) -> list[Alert]:
                 keep_minutes=5,
                 labels={"resource": resource},
             )
-            for resource, series in (("io", r.io_full), ("memory", r.memory_full))
+            for resource, series in (
+                ("io", r.io_full.where(f'cgroup=~"{s.io_stall_cgroups}"')),
+                ("memory", r.memory_full),
+            )
         ),
     ]
 
@@ -258,7 +312,7 @@ def _exporter(s: Settings) -> list[Alert]:
             f"{features} == 0\n"
             f"and on ({HOST}, feature) (\n"
             f"  {main} == 0\n"
-            f"  or max without (reason) (max_over_time({features}[1d])) == 1\n)",
+            f"  or max without (reason) (max_over_time({features}[7d])) == 1\n)",
             "{{ $labels.feature }} is not available: {{ $labels.reason }}. `writeback-exporter "
             "doctor` on the host says what to do.",
             10,
@@ -275,7 +329,7 @@ def _exporter(s: Settings) -> list[Alert]:
             10,
         ),
         "events_dropped": (
-            f"increase({counter(c.EXPORTER_MAP_DROPPED)}[{s.window}]) > 0",
+            f"increase({counter(c.EXPORTER_MAP_DROPPED)}[{s.window}]) > {s.dropped_events}",
             "{{ $value | humanize }} events found no room in BPF map {{ $labels.map }}.",
             0,
         ),

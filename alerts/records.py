@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from alerts.promql import HOST, Series, buckets, counter, counts, gauge, sums, up_to
 from alerts.settings import Settings
 from writeback_exporter.metrics import catalogue as c
+from writeback_exporter.metrics.catalogue import Metric
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +29,11 @@ class Records:
         w = settings.window
 
         # Throttling: seconds asleep per second, which is tasks asleep.
+        slept = sums(c.DIRTY_THROTTLE_SECONDS)
         self.cgroup_throttled = self._add(
             "cgroup:dirty_throttled_seconds_rate",
             ("cgroup", "bdi"),
-            f"rate({sums(c.DIRTY_THROTTLE_SECONDS)}[{w}])",
+            f"rate({slept}[{w}])",
         )
         self.bdi_throttled = self._add(
             "bdi:dirty_throttled_seconds_rate",
@@ -44,19 +46,24 @@ class Records:
             f"sum without (bdi) ({self.bdi_throttled})",
         )
 
-        # A BDI's backlog. debugfs tells it for all of the BDI's cgroups; without, it is that of the
-        # one that was throttled last.
+        # A BDI's backlog. debugfs tells it for all of the BDI's cgroups, since 6.10; before, or
+        # without, it is that of the one that was throttled last.
+        by_cgroup = gauge(c.EXPORTER_FEATURE_AVAILABLE).where('feature="bdi_debugfs_cgroups"')
+        in_full = f"and on ({HOST}) {by_cgroup} == 1"
         self.bdi_dirty = self._add(
             "bdi:dirty_bytes",
             ("bdi",),
             f"sum without (cgroup) ({gauge(c.WB_RECLAIMABLE_BYTES)} + "
-            f"{gauge(c.WB_WRITEBACK_BYTES)})\nor {gauge(c.BDI_DIRTY_BYTES)}",
+            f"{gauge(c.WB_WRITEBACK_BYTES)})\n{in_full}\nor {gauge(c.BDI_DIRTY_BYTES)}",
         )
         self.bdi_written = self._add(
             "bdi:written_bytes_rate",
             ("bdi",),
-            f"sum without (cgroup) (rate({counter(c.WB_WRITTEN_BYTES)}[{w}]))\n"
+            f"sum without (cgroup) (rate({counter(c.WB_WRITTEN_BYTES)}[{w}]))\n{in_full}\n"
             f"or sum without (reason) (rate({counter(c.WORK_BYTES)}[{w}]))",
+        )
+        self.bdi_written_best = self._add(
+            "bdi:written_bytes_rate_best", ("bdi",), f"max_over_time({self.bdi_written}[1d])"
         )
         # Of the domain that was throttled last; its freerun point is in the same proportion to its
         # limit as the host's (domain_dirty_limits and wb_dirty_limits, mm/page-writeback.c).
@@ -111,36 +118,54 @@ class Records:
             ("device", "op"),
             f"sum without (cgroup) (rate({counts(c.BLOCK_IO_DEVICE_SECONDS)}[{w}]))",
         )
-        for name, metric in (
+        self.device_slow = self._add(
+            "device:block_io_slow_ratio",
+            ("device", "op"),
+            _slower(c.BLOCK_IO_DEVICE_SECONDS, settings.slow_seconds, 'op=~"read|flush"', w)
+            + "\nor "
+            + _slower(c.BLOCK_IO_DEVICE_SECONDS, settings.slow_write_seconds, 'op="write"', w),
+        )
+        for stage, metric in (
             ("device", c.BLOCK_IO_DEVICE_SECONDS),
             ("queue", c.BLOCK_IO_QUEUE_SECONDS),
         ):
+            name = f"block_io_{stage}_seconds_p99"
+            slots = f"rate({buckets(metric)}[{w}])"
             self._add(
-                f"device:block_io_{name}_seconds_p99",
+                f"device:{name}",
                 ("device", "op"),
-                f"histogram_quantile(0.99, sum without (cgroup) (rate({buckets(metric)}[{w}])))",
+                f"histogram_quantile(0.99, sum without (cgroup) ({slots}))",
             )
-        self.device_p99 = self._named("device:block_io_device_seconds_p99")
-        self._add(
-            "cgroup:block_io_device_seconds_p99",
-            ("cgroup", "device", "op"),
-            f"histogram_quantile(0.99, rate({buckets(c.BLOCK_IO_DEVICE_SECONDS)}[{w}]))",
-        )
+            self._add(
+                f"cgroup:{name}", ("cgroup", "device", "op"), f"histogram_quantile(0.99, {slots})"
+            )
+        self.cgroup_device_p99 = self._named("cgroup:block_io_device_seconds_p99")
+        self.cgroup_queue_p99 = self._named("cgroup:block_io_queue_seconds_p99")
+        written = sums(c.BLOCK_IO_SIZE_BYTES).where('op="write"')
+        writes = counts(c.BLOCK_IO_SIZE_BYTES).where('op="write"')
         self.cgroup_written = self._add(
             "cgroup:block_io_written_bytes_rate",
             ("cgroup", "device"),
-            "sum without (op) (rate("
-            + str(sums(c.BLOCK_IO_SIZE_BYTES).where('op="write"'))
-            + f"[{w}]))",
+            f"sum without (op) (rate({written}[{w}]))",
+        )
+        self.cgroup_share = self._add(
+            "cgroup:block_io_written_bytes_share",
+            ("cgroup", "device"),
+            f"{self.cgroup_written} / ignoring (cgroup) group_left ()\n"
+            f"sum without (cgroup) ({self.cgroup_written})",
+        )
+        self.device_write_size = self._add(
+            "device:block_io_write_size_bytes",
+            ("device", "op"),
+            f"sum without (cgroup) (rate({written}[{w}]))\n"
+            f"/ sum without (cgroup) (rate({writes}[{w}]))",
         )
         small = up_to(c.BLOCK_IO_SIZE_BYTES, settings.fragment_bytes).where('op="write"')
         self.device_small_writes = self._add(
             "device:block_io_small_writes_ratio",
             ("device", "op"),
             f"sum without (cgroup, le) (rate({small}[{w}]))\n"
-            "/ sum without (cgroup) (rate("
-            + str(counts(c.BLOCK_IO_SIZE_BYTES).where('op="write"'))
-            + f"[{w}]))",
+            f"/ sum without (cgroup) (rate({writes}[{w}]))",
         )
 
         # Pressure: shares of time.
@@ -157,6 +182,7 @@ class Records:
                 )
 
         self.io_some = self._named("cgroup:io_pressure_some_rate")
+        self.memory_some = self._named("cgroup:mem_pressure_some_rate")
         self.io_full = self._named("cgroup:io_pressure_full_rate")
         self.memory_full = self._named("cgroup:mem_pressure_full_rate")
 
@@ -174,25 +200,17 @@ class Records:
             f"/ ignoring (limit) {limit}",
         )
 
-        # How long a job's cgroup has been held up: by a sync call that is open now, or throttled
-        # within the time that its watchdog grants, as a mean of the tasks that slept at once.
+        # Seconds of the time after which a job's watchdog is near that a task slept, in the mean of
+        # as many as slept at once: nearly all of it where the same ones slept all along.
         jobs = f'cgroup=~"{settings.training_cgroups}"'
-        timeout = f"{settings.collective_timeout:.0f}s"
+        self.deadline = settings.timeout_ratio * settings.collective_timeout
         asleep = gauge(c.DIRTY_THROTTLED_TASKS).where(jobs)
+        window = f"{self.deadline:.0f}s"
         self.cgroup_stall = self._add(
-            "cgroup:stall_seconds",
+            "cgroup:throttle_stall_seconds",
             ("cgroup",),
-            f"""max without (by) (
-  label_replace(
-    max without (call) ({gauge(c.SYNC_OPEN_SECONDS).where(jobs)}), "by", "sync", "", ""
-  )
-  or
-  label_replace(
-    sum without (bdi) (increase({sums(c.DIRTY_THROTTLE_SECONDS).where(jobs)}[{timeout}]))
-    / clamp_min(sum without (bdi) (max_over_time({asleep}[{timeout}])), 1),
-    "by", "throttling", "", ""
-  )
-)""",
+            f"sum without (bdi) (increase({slept.where(jobs)}[{window}]))\n"
+            f"/ clamp_min(sum without (bdi) (max_over_time({asleep}[{window}])), 1)",
         )
 
         self._add(
@@ -209,3 +227,13 @@ class Records:
         series = Series(name, labels)
         self.all.append(Record(series, expr))
         return series
+
+
+def _slower(metric: Metric, edge: float, matcher: str, window: str) -> str:
+    """Share of requests that took longer than an edge of the histogram: no estimate, as a quantile
+    within a bucket is."""
+    up_to_edge, all_of_them = up_to(metric, edge).where(matcher), counts(metric).where(matcher)
+    return (
+        f"1 - sum without (cgroup, le) (rate({up_to_edge}[{window}]))\n"
+        f"/ sum without (cgroup) (rate({all_of_them}[{window}]))"
+    )

@@ -24,28 +24,39 @@ class Settings:
     )
 
     throttled_tasks: float = _setting(0.5, "tasks asleep in balance_dirty_pages that are too many")
-    drain_seconds: float = _setting(60, "how long a BDI may need to write what is dirty")
+    drain_seconds: float = _setting(60, "how long a BDI that has slowed down may need to drain")
+    slowed_ratio: float = _setting(0.5, "share of its best rate of the day that is slowed down")
+    drain_limit: float = _setting(600, "how long any BDI may need to write what is dirty")
     spike_ratio: float = _setting(0.4, "share of the dirty limit that is a spike within 10 minutes")
     memory_use_ratio: float = _setting(0.95, "share of its limit at which a cgroup is near it")
-    unwritten_ratio: float = _setting(
-        0.3, "share of its limit that may be dirty or under writeback"
+    unwritten_ratio: float = _setting(0.1, "share of it not written that is a risk under pressure")
+    unwritten_limit: float = _setting(0.3, "share of it not written that is a risk by itself")
+    reclaim_ratio: float = _setting(0.2, "share of time in which a cgroup's tasks wait for memory")
+    slow_seconds: float = _setting(2**28 / 1e9, "device time of a slow read or flush; an edge")
+    slow_write_seconds: float = _setting(2**30 / 1e9, "device time of a slow write; an edge")
+    slow_ratio: float = _setting(0.01, "share of slow requests that is too much")
+    slow_rate: float = _setting(1, "operations per second below which that says nothing")
+    neighbour_seconds: float = _setting(
+        0.1, "p99 of a disk's other users that a hog must answer for"
     )
-    slow_io_seconds: float = _setting(0.5, "p99 of device time that is slow")
-    slow_io_rate: float = _setting(1, "operations per second below which p99 says nothing")
     collective_timeout: float = _setting(600, "seconds after which a training job's watchdog kills")
     timeout_ratio: float = _setting(0.5, "share of that after which a stall is near it")
     training_cgroups: str = _setting(
-        "(.*/)?(job_[0-9]+|kubepods[^/]*|training)(/.*)?", "regular expression of jobs' cgroups"
+        "/(.*/)?(slurm[^/]*|job_[0-9]+|training)(/.*)?", "regular expression of jobs' cgroups"
     )
     sync_seconds: float = _setting(60, "age at which a sync call that has not returned is stuck")
-    fragment_bytes: float = _setting(16384, "size up to which a write is small; a bucket's edge")
+    fragment_bytes: float = _setting(16384, "size up to which a write is small; an edge")
     fragment_ratio: float = _setting(0.9, "share of small writes that is fragmentation")
     fragment_rate: float = _setting(200, "writes per second below which sizes do not matter")
     stalled_ratio: float = _setting(0.4, "share of time with all tasks stalled that is too much")
+    io_stall_cgroups: str = _setting(
+        "/", "regular expression of cgroups that must not stand still for IO, as batch jobs do"
+    )
     hog_ratio: float = _setting(0.7, "share of a disk's written bytes that makes a cgroup the hog")
     hog_bytes: float = _setting(10_000_000, "bytes per second below which nobody is a hog")
     waiting_ratio: float = _setting(
         0.3, "share of time in which some task of the host waits for IO"
     )
     map_ratio: float = _setting(0.9, "share of a BPF map's entries at which it is nearly full")
+    dropped_events: float = _setting(10, "events that may find no room in a BPF map in a window")
     missed_rate: float = _setting(1, "events per second that a BPF program may miss")

@@ -149,9 +149,9 @@ _MKFS = {
 
 
 @contextmanager
-def file_system(disk: Disk, directory: Path, kind: str) -> Iterator[Path]:
-    """A file system of that kind on the disk, mounted."""
-    sh(f"mkfs.{kind}", *_MKFS[kind], disk.path)
+def file_system(disk: Disk, directory: Path, kind: str, *options: str) -> Iterator[Path]:
+    """A file system of that kind on the disk, mounted; `options` are for its mkfs."""
+    sh(f"mkfs.{kind}", *_MKFS[kind], *options, disk.path)
     mount = directory / "mount"
     mount.mkdir()
     sh("mount", "-t", kind, disk.path, mount)
