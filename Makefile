@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 #   make run     start the exporter on this machine (root): http://127.0.0.1:10435/metrics
-#   make test    prove it: lint, unit, host and guest tests
+#   make test    prove it: lint, unit, host, e2e and guest tests
 #   make test-matrix   the guest tests on all kernels; other kernels' BTF, compilers, Pythons
 #
 #   make build   prepare all and leave the program at .venv/bin/writeback-exporter
@@ -37,7 +37,7 @@ TEST_PACKAGES = clang-format bpftool e2fsprogs xfsprogs btrfs-progs util-linux k
 # Unpacked, not installed: that would start them as services of this machine.
 MONITORING := prometheus prometheus-alertmanager
 
-.PHONY: run build bpf test test-matrix lint unit host guest bench dashboards rules docs wheel clean
+.PHONY: run build bpf test test-matrix lint unit host e2e guest bench dashboards rules docs wheel clean
 
 run: build
 	$(VENV)/bin/writeback-exporter
@@ -98,7 +98,7 @@ $(VENV)/.tested: $(VENV)/.built
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check -e '.[test]'
 	@touch $@
 
-test: lint unit host guest
+test: lint unit host e2e guest
 
 lint: build $(VENV)/.tested build/packages.test
 	$(VENV)/bin/ruff check .
@@ -107,7 +107,7 @@ lint: build $(VENV)/.tested build/packages.test
 	for source in bpf/*.bpf.c tests/*/*.bpf.c; do $(CLANG) $(BPF_FLAGS) -Werror -fsyntax-only $$source; done
 	clang-format --style=file:bpf/.clang-format --dry-run -Werror bpf/*.[ch] tests/*/*.bpf.c
 
-unit host guest: build $(VENV)/.tested build/packages.test build/monitoring/.unpacked
+unit host e2e guest: build $(VENV)/.tested build/packages.test build/monitoring/.unpacked
 	$(VENV)/bin/python -m pytest tests/$@
 
 test-matrix: build $(VENV)/.tested build/packages.test

@@ -55,7 +55,7 @@ def _worst(series: Series, *same: str) -> str:
     return (
         f'{{{{ with printf "{query}" {values} | query }}}}'
         "Most throttled: {{ range $i, $found := . }}{{ if $i }}, {{ end }}"
-        "{{ $found.Labels.cgroup }} ({{ $found.Value | humanize }} tasks asleep)"
+        '{{ $found.Labels.cgroup }} ({{ $found.Value | printf "%.1f" }} tasks asleep)'
         "{{ end }}. {{ end }}"
     )
 
@@ -74,7 +74,7 @@ def _throttling(s: Settings, r: Records) -> list[Alert]:
             f")",
             CRITICAL,
             "Writeback to BDI {{ $labels.bdi }} of {{ $labels.instance }} does not keep up",
-            "On average {{ $value | humanize }} tasks sleep in balance_dirty_pages for BDI "
+            'On average {{ $value | printf "%.1f" }} tasks sleep in balance_dirty_pages for BDI '
             "{{ $labels.bdi }}, its dirty memory is above the freerun point, and it is written so "
             f"slowly that it would take more than {s.drain_seconds:g} s. "
             + _worst(r.cgroup_throttled, "bdi")
@@ -87,7 +87,7 @@ def _throttling(s: Settings, r: Records) -> list[Alert]:
             f"{r.cgroup_throttled} > {s.throttled_tasks}",
             WARNING,
             "{{ $labels.cgroup }} on {{ $labels.instance }} is throttled for its dirty pages",
-            "On average {{ $value | humanize }} tasks of cgroup {{ $labels.cgroup }} sleep in "
+            'On average {{ $value | printf "%.1f" }} tasks of cgroup {{ $labels.cgroup }} sleep in '
             "balance_dirty_pages for BDI {{ $labels.bdi }}. It writes faster than the disk does, "
             "or than its memory limit lets it.",
             minutes=10,
@@ -287,10 +287,9 @@ def _stalls(s: Settings, r: Records) -> list[Alert]:
                 "PressureStall",
                 f"{series} > {s.stalled_ratio}",
                 WARNING,
-                "{{ $labels.cgroup }} on {{ $labels.instance }} stands still for "
-                "{{ $labels.resource }}",
+                "{{ $labels.cgroup }} on {{ $labels.instance }} stands still for " + resource,
                 "All tasks of cgroup {{ $labels.cgroup }} that had work waited for "
-                "{{ $labels.resource }} at once for {{ $value | humanizePercentage }} of the time.",
+                f"{resource} at once for {{{{ $value | humanizePercentage }}}} of the time.",
                 minutes=10,
                 keep_minutes=5,
                 labels={"resource": resource},

@@ -10,7 +10,7 @@ import threading
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -231,11 +231,11 @@ class Stack:
 
 
 @contextmanager
-def stack(directory: Path, *flags: str) -> Iterator[Stack]:
-    """All of them; the exporter with these flags. The rules' thresholds are the usual ones, only
-    that nothing must last."""
+def stack(directory: Path, *flags: str, mounts: Sequence[str] = ()) -> Iterator[Stack]:
+    """All of them; the exporter with these flags, and with mounts that shell commands make for it
+    alone. The rules' thresholds are the usual ones, only that nothing must last."""
     with ExitStack() as open_:
-        exporter = open_.enter_context(lab.Exporter(*flags))
+        exporter = open_.enter_context(lab.Exporter(*flags, prefix=lab.with_mounts(*mounts)))
         hook = open_.enter_context(webhook())
         manager = open_.enter_context(alertmanager(directory, hook))
         target = exporter.url.removeprefix("http://")

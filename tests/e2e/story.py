@@ -11,14 +11,21 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests import lab
 from tests.e2e.stack import Stack, stack, wait_for
+from tests.sqpoll import rings
+from writeback_exporter.kernel.libbpf import enable_stats
 
 FLAGS = ("--collector.page_flow", "--collector.memory_stall", "--sync.tracepoints")
+MOUNTS = (
+    "mount -t tracefs tracefs /sys/kernel/tracing",
+    "mount -t debugfs debugfs /sys/kernel/debug",
+)
+"""What the exporter finds mounted, and nobody else."""
 MIB = 1 << 20
 LIMIT = 1 << 20
 CALM, WELL = 5, 20
@@ -48,6 +55,21 @@ while True:
 """
 
 
+NEIGHBOUR = """
+import mmap, time
+fd = os.open(arguments[0], os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o600)
+failing = os.open(arguments[1], os.O_RDONLY | os.O_DIRECT)
+block = mmap.mmap(-1, 65536)
+while True:
+    os.pwrite(fd, block, 0)
+    try:
+        os.preadv(failing, [block], 8 << 20)
+    except OSError:
+        time.sleep(0.05)
+"""
+"""Shares the lower disk, and reads what another one does not have."""
+
+
 @dataclass(frozen=True)
 class Story:
     """Times are of the machine's clock, as Prometheus has them."""
@@ -56,6 +78,9 @@ class Story:
     disk: lab.Disk
     lower: lab.Disk
     cgroup: lab.Cgroup
+    """Of the writer, by which throttling is told; it has a name that systemd would give."""
+    io_cgroup: lab.Cgroup
+    """Of another one, by which block IO is told."""
     began: float
     well: float
     stuck: float
@@ -89,15 +114,22 @@ def story(directory: Path) -> Iterator[Story]:
         # throttled, from the journal's next commit on.
         mount = open_.enter_context(lab.file_system(disk, above, "ext4", "-O", "^has_journal"))
         cgroup = open_.enter_context(
-            lab.cgroup(lab.hierarchies().task, f"checkpoint-writer-{os.getpid()}")
+            lab.cgroup(lab.hierarchies().task, f"checkpoint-{os.getpid()}.service")
         )
+        neighbours = [open_.enter_context(each) for each in _neighbours()]
         lab.run_in([cgroup], PREPARED, mount / "checkpoint")
         open_.enter_context(lab.strict_limit(disk, LIMIT))
-        running = open_.enter_context(stack(directory, *FLAGS))
+        scratch = open_.enter_context(lab.loop_disk(directory))
+        os.truncate(directory / "image", 4 * MIB)
+        for neighbour in neighbours:
+            _limit(neighbour, lower)
+        open_.callback(os.close, enable_stats())
+        running = open_.enter_context(stack(directory, *FLAGS, mounts=MOUNTS))
 
         began = time.time()
         lab.spawn_in([cgroup], SYNCER, lower_mount / "log")
-        time.sleep(CALM)
+        lab.spawn_in(neighbours, NEIGHBOUR, lower_mount / "neighbour", scratch.path)
+        open_.enter_context(rings([cgroup], "own", seconds=CALM))
         well = time.time()
         writer = lab.spawn_in([cgroup], WRITER, mount / "checkpoint")
         time.sleep(WELL)
@@ -124,6 +156,7 @@ def story(directory: Path) -> Iterator[Story]:
             disk=disk,
             lower=lower,
             cgroup=cgroup,
+            io_cgroup=neighbours[0],
             began=began,
             well=well,
             stuck=stuck,
@@ -140,3 +173,23 @@ def _suppressed(running: Stack) -> list[str]:
         for alert in running.alertmanager.alerts()
         if alert["status"]["state"] == "suppressed"
     ]
+
+
+def _neighbours() -> list[AbstractContextManager[lab.Cgroup]]:
+    """A cgroup of each hierarchy that has block IO or memory, that of block IO first."""
+    found = lab.hierarchies()
+    trees = {tree.id: tree for tree in (found.io, found.memory) if tree}.values()
+    return [lab.cgroup(tree, f"neighbour-{os.getpid()}") for tree in trees]
+
+
+def _limit(group: lab.Cgroup, disk: lab.Disk) -> None:
+    """Limits, of what its hierarchy has: one of bytes that is reached, others that are not."""
+    for name, value in {
+        "memory.limit_in_bytes": 1 << 40,
+        "memory.max": 1 << 40,
+        "blkio.throttle.write_bps_device": f"{disk.dev} {MIB}",
+        "blkio.throttle.write_iops_device": f"{disk.dev} 1000000",
+        "io.max": f"{disk.dev} wbps={MIB} wiops=1000000",
+    }.items():
+        if (group.directory / name).exists():
+            (group.directory / name).write_text(str(value))

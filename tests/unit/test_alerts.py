@@ -6,6 +6,7 @@ Series are spelt out as they are in a scrape; nothing of the generator is used t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 import yaml
 
 from alerts.__main__ import HERE, files, main
-from alerts.alerts import alerts
+from alerts.alerts import Alert, alerts
 from alerts.records import Records
 from alerts.settings import Settings
 from tests.monitoring import ask
@@ -699,10 +700,10 @@ def test_a_page_names_the_culprit(tmp_path: Path) -> None:
                 },
                 "exp_annotations": {
                     "summary": "Writeback to BDI 8:0 of node7 does not keep up",
-                    "description": "On average 3 tasks sleep in balance_dirty_pages for BDI 8:0, "
+                    "description": "On average 3.0 tasks sleep in balance_dirty_pages for BDI 8:0, "
                     "its dirty memory is above the freerun point, and it is written so slowly that "
                     "it would take more than 60 s. Most throttled: "
-                    "/backup (3 tasks asleep). See which disk is slow, and stop or limit who "
+                    "/backup (3.0 tasks asleep). See which disk is slow, and stop or limit who "
                     "writes.",
                     "runbook_url": "docs/runbooks/WritebackCongestion.md",
                 },
@@ -795,3 +796,12 @@ def test_what_is_asked_for_exists(name: str, expr: str) -> None:
 )
 def test_faults_are_found(expr: str, fault: str) -> None:
     assert any(fault in found for found in faults(expr, EXPORTED)), expr
+
+
+@pytest.mark.parametrize("alert", alerts(Settings(), Records(Settings())), ids=lambda a: a.name)
+def test_templates_know_their_labels(alert: Alert) -> None:
+    """$labels has those of the expression, not those that the rule adds."""
+    used = set(re.findall(r"labels\.([a-z_]+)", (alert.summary + alert.description).lower()))
+    assert not used & alert.labels.keys()
+    known = set().union(*EXPORTED.values(), *RECORDED.values())
+    assert used <= known
