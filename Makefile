@@ -30,7 +30,8 @@ QEMU_aarch64 := qemu-system-arm
 # virtiofsd is a package of its own from Debian 13 on; before, it is in qemu-system-common.
 VIRTIOFSD = $(shell apt-cache show virtiofsd >/dev/null 2>&1 && echo virtiofsd)
 TEST_PACKAGES = clang-format bpftool e2fsprogs xfsprogs btrfs-progs util-linux kmod busybox-static \
-	zstd lz4 dmsetup fio blktrace debootstrap $(QEMU_$(shell uname -m)) qemu-system-common $(VIRTIOFSD)
+	zstd lz4 dmsetup fio blktrace debootstrap chromium $(QEMU_$(shell uname -m)) \
+	qemu-system-common $(VIRTIOFSD)
 
 .PHONY: run build bpf test test-matrix lint unit host guest bench docs wheel clean
 

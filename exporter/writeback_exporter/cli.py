@@ -30,9 +30,9 @@ from writeback_exporter.settings import (
     regular_expression,
     telemetry_path,
 )
-from writeback_exporter.web.landing import Landing
 from writeback_exporter.web.listen import Address, ListenError
 from writeback_exporter.web.server import Server
+from writeback_exporter.web.status import page
 
 log = logging.getLogger(__name__)
 
@@ -81,11 +81,11 @@ def _serve(settings: Settings) -> int:
     started = threading.Event()
     failures: list[Exception] = []
 
-    def landing() -> Landing:
-        return Landing(__version__, [(f.name, f.available, f.reason) for f in exporter.features])
+    def status() -> bytes:
+        return page(exporter.observe(), exporter.features, settings.telemetry_path)
 
     server = Server(
-        settings.listen, settings.telemetry_path, exporter.collect, landing, started.is_set
+        settings.listen, settings.telemetry_path, exporter.collect, status, started.is_set
     )
 
     def start() -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from writeback_exporter.metrics.exposition import Snapshot
+from writeback_exporter.metrics.history import Sample
 from writeback_exporter.names.cgroups import Cgroups
 from writeback_exporter.names.devices import Devices
 
@@ -23,7 +24,8 @@ class Host:
 
 
 class Collector(ABC):
-    """At each scrape `read`, then `fill`, then `forget`; `close` at the end."""
+    """At each scrape `read`, then `fill`, then `forget`; `close` at the end. For the status page
+    `read`, then `sample`."""
 
     name: ClassVar[str]
     """Of the switch --collector.NAME, of its main feature, and in its self-metrics."""
@@ -38,6 +40,9 @@ class Collector(ABC):
     @abstractmethod
     def fill(self, snapshot: Snapshot, host: Host) -> None:
         """Adds this collector's families."""
+
+    def sample(self, sample: Sample, host: Host) -> None:
+        """Adds what the status page shows of it, as `read` found it; changes nothing."""
 
     def forget(self, gone: set[tuple[int, int]], host: Host, now: float) -> None:
         """Drops what has been exported for the last time: these (hierarchy, cgroup), and devices

@@ -3,6 +3,7 @@
 
 kernel event -> BPF program -> map -> probe -> names -> Snapshot (-> exposition -> HTTP)
 kernel's file -> reader -> names -> Snapshot
+both -> Sample -> History -> Recent (-> status page)
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from writeback_exporter.kernel import libbpf
 from writeback_exporter.kernel.loader import Kernel
 from writeback_exporter.metrics import catalogue
 from writeback_exporter.metrics.exposition import Family, Snapshot, family
+from writeback_exporter.metrics.history import History, Recent, Sample
 from writeback_exporter.metrics.idle import Idle
 from writeback_exporter.names.attribution import attribution
 from writeback_exporter.names.cgroups import NEAR, Cgroups, find_hierarchies
@@ -90,6 +92,7 @@ class Exporter:
         self._missed: dict[str, set[tuple[int, int]]] = {}
         """What the others have forgotten while a collector failed."""
         self._idle = Idle(settings.idle_timeout) if settings.idle_timeout else None
+        self._history = History()
         self._found: list[Feature] = []
         cgroups = Cgroups(self.hierarchies, settings.cgroups)
         self.host = Host(cgroups, Devices(settings.sysfs), settings.procfs)
@@ -120,6 +123,7 @@ class Exporter:
             self.host.cgroups.walk(time.monotonic())
         for reader in self._readers:
             self._start(reader, partial(reader.open, self._settings, self.host, self.lock))
+        self.observe()  # from here on the history counts
 
     def _load(self) -> None:
         try:
@@ -168,6 +172,8 @@ class Exporter:
             for run in runs:
                 run.attempt(run.collector.fill, run.snapshot, self.host)
             now = time.monotonic()
+            if now >= self._history.due:
+                self._add_sample(runs, now)
             gone = self._gone(runs, now)
             for run in runs:
                 due = gone | self._missed.pop(run.collector.name, set())
@@ -189,6 +195,31 @@ class Exporter:
             family(catalogue.EXPORTER_SERIES, [((), snapshot.series + itself)])
         )
         return snapshot
+
+    def observe(self) -> Recent:
+        """What happened in the last minutes, for the status page.
+
+        Not a scrape: nothing counts as exported and nothing is forgotten; and only what the page
+        shows is read.
+        """
+        with self.lock:
+            runs = [
+                _Run(collector)
+                for collector in self.running
+                if collector is self._lifecycle or type(collector).sample is not Collector.sample
+            ]
+            for run in runs:
+                run.attempt(run.collector.read)
+            self._add_sample(runs, time.monotonic())
+            return self._history.recent()
+
+    def _add_sample(self, runs: list[_Run], now: float) -> None:
+        sample = Sample(now)
+        for run in runs:
+            if run.error is None:
+                # On its own: what the page has to do without is not missing in a scrape.
+                _Run(run.collector).attempt(run.collector.sample, sample, self.host)
+        self._history.add(sample)
 
     def _gone(self, runs: list[_Run], now: float) -> set[tuple[int, int]]:
         """The (hierarchy, cgroup) to forget. All forget together, or rows of one would lose their

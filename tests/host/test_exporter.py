@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectors that fail, and what the others do meanwhile."""
+"""When the exporter forgets; collectors that fail, and what the others do meanwhile."""
 
 from __future__ import annotations
 
@@ -39,6 +39,19 @@ def scrapes_until_forgotten(exporter: Exporter, cgroup: tuple[int, int]) -> list
 @pytest.fixture
 def short_retention(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cgroups, "RETENTION_SECONDS", 0.0)
+
+
+@pytest.mark.usefixtures("short_retention")
+def test_a_view_of_the_status_page_is_no_scrape() -> None:
+    """What has gone is forgotten after a scrape has shown it, however often somebody looked."""
+    with lab.exporter_in_process("block_io", "dirty_throttle") as exporter:
+        gone = gone_cgroup(exporter)
+        end = time.monotonic() + 1  # its release may take a moment
+        while time.monotonic() < end:
+            exporter.observe()
+            time.sleep(0.02)
+        assert is_known(exporter, gone)
+        assert scrapes_until_forgotten(exporter, gone)
 
 
 @pytest.mark.usefixtures("short_retention")

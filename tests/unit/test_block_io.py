@@ -9,13 +9,14 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.memory import MachineOfCgroups, Memory, Values, changed
 from writeback_exporter.kernel.libbpf import Object
 from writeback_exporter.metrics import catalogue
 from writeback_exporter.metrics.exposition import Labels, Snapshot
+from writeback_exporter.metrics.history import Sample
 from writeback_exporter.names import cgroups as cgroups_module
 from writeback_exporter.names.cgroups import (
     OTHER,
@@ -419,6 +420,7 @@ STEPS = st.lists(
 OPS = ("read", "write", "discard", "flush", "other")
 
 
+@settings(deadline=None)
 @given(STEPS)
 def test_nothing_is_lost_or_counted_twice(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int]]
@@ -458,3 +460,49 @@ def test_nothing_is_lost_or_counted_twice(
             for key in done.keys() - machine.peek().counts.keys():
                 assert key[0] not in cgroups or key[1] not in disks
                 del done[key]
+
+
+# The status page ----------------------------------------------------------------------------------
+
+
+def sampled(machine: Machine) -> dict[Labels, list[int]]:
+    """Requests by (device, op) in the buckets that have some."""
+    sample = Sample(machine.now)
+    machine.probe.read()
+    machine.probe.sample(sample, machine.host)
+    assert sample.io is not None
+    metric = catalogue.BLOCK_IO_DEVICE_SECONDS
+    assert {len(counts) for counts in sample.io.values()} <= {len(metric.edges) + 1}
+    return {labels: [n for n in counts if n] for labels, counts in sample.io.items()}
+
+
+def test_requests_of_all_cgroups_by_disk_and_op(machine: Machine) -> None:
+    machine.io(5, 3, 0, times=4)
+    machine.io(6, 3, 0, times=2)
+    machine.io(0, 4, 3)
+    slots = machine.probe.file.struct("io_histograms").fields["device_slots"].count
+    values: Values = {"other[0].device_ns": 5, "other[0].device_slots": [7] + [0] * (slots - 1)}
+    machine.change_disk(3, values)
+    assert sampled(machine) == {("sda", "read"): [7, 6], ("nvme0n1", "flush"): [1]}
+
+
+def test_requests_of_forgotten_cgroups_stay_while_the_disk_does(machine: Machine) -> None:
+    for cgroup in (5, 6):
+        machine.io(cgroup, 3, 0, times=4)
+        machine.exit(cgroup, "/a")
+        machine.scrape_until_retention_is_over()
+        assert not machine.maps["block_io"].entries
+        assert sampled(machine) == {("sda", "read"): [4 * (cgroup - 4)]}
+    machine.unplug("sda")
+    machine.scrape_until_retention_is_over()
+    assert sampled(machine) == {}
+
+
+def test_a_sample_changes_nothing(machine: Machine) -> None:
+    machine.io(5, 3, 0)
+    machine.exit(5, "/a")
+    machine.scrape()
+    for _ in range(100):
+        machine.now += RETENTION_SECONDS
+        assert sampled(machine) == {("sda", "read"): [1]}
+    assert machine.peek().counts == {("/a", "sda", "read"): 1}

@@ -23,6 +23,7 @@ from tests.unit.memory import MachineOfCgroups, Memory, Values, changed
 from writeback_exporter.kernel.libbpf import Object
 from writeback_exporter.metrics import catalogue
 from writeback_exporter.metrics.exposition import Labels, Snapshot
+from writeback_exporter.metrics.history import Sample
 from writeback_exporter.names.cgroups import (
     OTHER,
     RETENTION_SECONDS,
@@ -438,3 +439,31 @@ def test_nothing_is_lost_or_counted_twice(
             for name in pauses.keys() - rest.pauses.keys():
                 assert name not in bdis
                 del pauses[name]
+
+
+# The status page ----------------------------------------------------------------------------------
+
+
+def test_sample(machine: Machine) -> None:
+    machine.probe.measured = True
+    machine.event(EventKind.MKDIR, 50, "/b")  # as after a restart
+    (machine.sysfs / "dev/block").mkdir(parents=True)
+    (machine.sysfs / "dev/block/8:0").symlink_to("../../devices/pci/block/sda")
+    machine.throttled(5, 1, times=3)
+    machine.throttled(6, 2)
+    machine.throttled(50, 2)
+    machine.sleeps(1, 5, 1, 1, 0.1, 0.01)
+    machine.change_bdi(2, {"other.slept_ns": 9})
+    sample = Sample(0)
+    machine.probe.read()
+    machine.probe.sample(sample, machine.host)
+    assert sample.throttled is not None
+    assert sorted(sample.throttled.values()) == [
+        (("/a", "8:0"), 3 << 24),
+        (("/b", "259:0"), 1 << 24),
+        (("/b", "259:0"), 1 << 24),
+        ((OTHER, "259:0"), 9),
+        ((OTHER, "8:0"), 0),
+    ]
+    assert sample.asleep == {("/a", "8:0"): 1}
+    assert sample.disks == {"8:0": "sda"}

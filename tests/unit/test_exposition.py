@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gzip
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 
 import pytest
 from hypothesis import example, given
@@ -24,6 +25,7 @@ from writeback_exporter.metrics.exposition import (
     HistogramFamily,
     HistogramRow,
     Snapshot,
+    bucket_counts,
     family,
     gzip_chunks,
     negotiate,
@@ -267,6 +269,16 @@ def test_value_is_in_the_buckets_whose_edge_it_does_not_exceed(metric: Metric, b
             assert sample.value == (le == "+Inf" or value <= edges[le])
             buckets += 1
     assert buckets == len(set(values)) * (len(metric.edges) + 1)
+
+
+@pytest.mark.parametrize("metric", HISTOGRAMS, ids=lambda metric: metric.name)
+def test_counts_of_buckets_are_those_that_are_written(metric: Metric) -> None:
+    first = max(metric.exponents[0] - 3, 0)
+    slots = [7 * i + 1 for i in range(metric.exponents[-1] - first + 2)]
+    text = rendered(Snapshot([], [histogram(metric, [(metric.labels, slots, 0)], first)]))
+    samples = parsed(text, TEXT)[metric.name].samples
+    cumulative = [s.value for s in samples if s.name.endswith("_bucket")]
+    assert [*accumulate(bucket_counts(metric, first, slots))] == cumulative
 
 
 def test_overflow_counts_only_in_inf() -> None:

@@ -18,6 +18,7 @@ from writeback_exporter.files.base import content
 from writeback_exporter.files.pressure import Pressure, totals
 from writeback_exporter.metrics import catalogue
 from writeback_exporter.metrics.exposition import Snapshot
+from writeback_exporter.metrics.history import Sample
 from writeback_exporter.names.cgroups import Cgroups, find_hierarchies
 from writeback_exporter.names.devices import Devices
 from writeback_exporter.settings import Settings
@@ -284,3 +285,11 @@ def test_unreadable_is_not_unsupported(tmp_path: Path) -> None:
     with pytest.raises(Refused, match="Is a directory") as caught:
         opened(tmp_path)
     assert caught.value.reason == "unreadable"
+
+
+def test_sample_is_of_the_host_alone(tmp_path: Path) -> None:
+    v2_host(tmp_path, "a")
+    collector, its_host, _ = opened(tmp_path)
+    sample = Sample(0)
+    collector.sample(sample, its_host)
+    assert sample.waiting == {"cpu": 5_000_001, "memory": 1, "io": 1_234_567}

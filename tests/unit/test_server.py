@@ -29,7 +29,6 @@ from hypothesis import strategies as st
 from writeback_exporter.metrics import catalogue
 from writeback_exporter.metrics.exposition import HistogramFamily, HistogramRow, Snapshot, family
 from writeback_exporter.settings import telemetry_path
-from writeback_exporter.web.landing import Landing
 from writeback_exporter.web.listen import Address, ListenError
 from writeback_exporter.web.server import Limits, Server, accepts_gzip
 
@@ -87,9 +86,9 @@ def serving(
     limits: Limits = DEFAULTS,
     telemetry_path: str = "/metrics",
     ready: Callable[[], bool] = lambda: True,
-    landing: Callable[[], Landing] = lambda: Landing("1.2.3", []),
+    status: Callable[[], bytes] = lambda: b"<h1>Status</h1>",
 ) -> Iterator[Server]:
-    server = Server([Address(HOST, 0)], telemetry_path, collect, landing, ready, limits)
+    server = Server([Address(HOST, 0)], telemetry_path, collect, status, ready, limits)
     server.bind()
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
@@ -169,7 +168,7 @@ BACKGROUND = ThreadPoolExecutor(8)
     [
         ("/metrics", 200, "text/plain; version=0.0.4; charset=utf-8", "_throttled_tasks{"),
         ("/metrics?x=%zz&name[]=", 200, "text/plain; version=0.0.4; charset=utf-8", "le="),
-        ("/", 200, "text/html; charset=utf-8", '<a href="/metrics">'),
+        ("/", 200, "text/html; charset=utf-8", "<h1>Status</h1>"),
         ("/-/healthy", 200, "text/plain; charset=utf-8", "ok\n"),
         ("/-/ready", 200, "text/plain; charset=utf-8", "ready\n"),
         ("/metrics/", 404, "text/plain; charset=utf-8", "metrics are at /metrics\n"),
@@ -195,7 +194,7 @@ def test_not_ready() -> None:
         assert fetch(server, "/-/healthy").status == 200
 
 
-def test_metrics_win_over_the_landing_page() -> None:
+def test_metrics_win_over_the_status_page() -> None:
     with serving(telemetry_path="/") as server:
         assert fetch(server, "/").headers["Content-Type"].startswith("text/plain")
         assert fetch(server, "/metrics").status == 404
@@ -227,29 +226,6 @@ def test_security_headers(target: str) -> None:
     assert headers["Date"].endswith(" GMT")
     assert "Server" not in headers
     assert "ornado" not in str(headers)
-
-
-def test_landing_page_is_escaped_and_fetches_nothing() -> None:
-    landing = Landing("<1>", [("fentry", False, "<script>&"), ('tp_"btf"', True, "")])
-    with serving(landing=lambda: landing, telemetry_path="/m&m") as server:
-        html = fetch(server, "/").body.decode()
-    assert "&lt;1&gt;" in html
-    assert "<td>fentry</td><td><b>no</b></td><td>&lt;script&gt;&amp;</td>" in html
-    assert "<td>tp_&quot;btf&quot;</td><td>yes</td>" in html
-    assert '<a href="/m&amp;m">' in html
-    assert "<script" not in html
-    assert "src=" not in html
-    assert "://" not in html
-
-
-def test_landing_that_fails_is_a_500() -> None:
-    def landing() -> Landing:
-        raise LookupError("two\nlines")
-
-    with serving(landing=landing) as server:
-        response = fetch(server, "/")
-        assert (response.status, response.body) == (500, b"LookupError: two lines\n")
-        assert fetch(server).status == 200
 
 
 # Exposition ---------------------------------------------------------------------------------------
@@ -629,17 +605,113 @@ def test_rendering_stops_once_the_client_has_gone() -> None:
         assert rows - seen < 1000  # at most the chunk that was being rendered
 
 
+# Status page --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Page:
+    """A status() that tests can block and count; each page is another."""
+
+    go: threading.Event = field(default_factory=threading.Event)
+    begun: int = 0
+
+    def __call__(self) -> bytes:
+        self.begun += 1
+        page = f"page {self.begun}".encode()
+        assert self.go.wait(HANG)
+        return page
+
+
+def test_status_page_is_made_once_for_all_who_wait() -> None:
+    page = Page()
+    with serving(status=page) as server:
+        views = [BACKGROUND.submit(fetch, server, "/") for _ in range(5)]
+        until(lambda: len(server.answers) == 5)
+        page.go.set()
+        assert {view.result(HANG).body for view in views} == {b"page 1"}
+
+
+def test_status_page_is_sent_again_while_it_is_young() -> None:
+    page = Page()
+    page.go.set()
+    with serving(status=page, limits=Limits(status_age=0.3)) as server:
+        assert fetch(server, "/").body == fetch(server, "/").body == b"page 1"
+        time.sleep(0.4)
+        assert fetch(server, "/").body == b"page 2"
+
+
+def test_status_page_takes_its_turn_among_collections() -> None:
+    collect, page = Collector(), Page()
+    page.go.set()
+    with serving(collect, status=page, limits=Limits(status=0.3)) as server:
+        scrape = BACKGROUND.submit(fetch, server)
+        until(lambda: collect.begun == 1)
+        refused = fetch(server, "/")
+        assert (refused.status, refused.body) == (503, b"no status page within 0.3 s\n")
+        assert refused.headers["Retry-After"] == "5"
+        fetch(server, "/")
+        assert page.begun == 0
+        collect.go.set()
+        assert scrape.result(HANG).status == 200
+        until(lambda: page.begun == 1)
+        assert fetch(server, "/").body == b"page 1", "the views before have asked for one"
+
+
+def test_last_status_page_is_sent_where_the_next_one_takes_too_long() -> None:
+    page = Page()
+    page.go.set()
+    with serving(status=page, limits=Limits(status=0.3, status_age=0)) as server:
+        assert fetch(server, "/").body == b"page 1"
+        page.go.clear()
+        for _ in range(3):
+            assert fetch(server, "/").body == b"page 1"
+        assert page.begun == 2
+        page.go.set()
+        until(lambda: fetch(server, "/").body != b"page 1")
+
+
+def test_status_page_is_made_also_when_its_client_has_gone() -> None:
+    page = Page()
+    with serving(status=page) as server:
+        with connect(server) as client:
+            client.sendall(request("/"))
+            until(lambda: page.begun == 1)
+        until(lambda: not server.answers)
+        page.go.set()
+        assert fetch(server, "/").body == b"page 1"
+
+
+def test_head_makes_no_status_page() -> None:
+    page = Page()
+    with serving(status=page) as server:
+        assert fetch(server, "/", "HEAD").status == 200
+    assert page.begun == 0
+
+
+def test_status_page_that_fails_is_a_500_and_the_next_works() -> None:
+    pages: Iterator[bytes | Exception] = iter([LookupError("two\nlines"), b"good"])
+
+    def status() -> bytes:
+        page = next(pages)
+        if isinstance(page, Exception):
+            raise page
+        return page
+
+    with serving(status=status) as server:
+        response = fetch(server, "/")
+        assert (response.status, response.body) == (500, b"LookupError: two lines\n")
+        assert fetch(server, "/").body == b"good"
+
+
 # Start and end ------------------------------------------------------------------------------------
 
 CHILD = """
 import logging, resource, sys
 from writeback_exporter.metrics.exposition import Snapshot
-from writeback_exporter.web.landing import Landing
 from writeback_exporter.web.listen import Address
 from writeback_exporter.web.server import Server
 logging.basicConfig()
-server = Server([Address.parse("127.0.0.1:0")], "/metrics", Snapshot,
-                lambda: Landing("", []), lambda: True)
+server = Server([Address.parse("127.0.0.1:0")], "/metrics", Snapshot, bytes, lambda: True)
 server.bind()
 if len(sys.argv) > 1:
     resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]),) * 2)
@@ -714,18 +786,21 @@ def test_response_in_progress_ends_before_the_server_does() -> None:
         assert scrape.result(HANG).status == 200
 
 
-def test_response_that_does_not_end_is_not_waited_for_long() -> None:
-    collect = Collector()
-    with serving(collect, Limits(shutdown=0.2)) as server, connect(server) as client:
-        client.sendall(request())
-        until(lambda: collect.begun == 1)
+@pytest.mark.parametrize("target", ["/metrics", "/"])
+def test_response_that_does_not_end_is_not_waited_for_long(target: str) -> None:
+    collect, page = Collector(), Page()
+    limits = Limits(shutdown=0.2)
+    with serving(collect, limits, status=page) as server, connect(server) as client:
+        client.sendall(request(target))
+        until(lambda: collect.begun + page.begun == 1)
         server.stop()
         assert read_all(client) == b""
         collect.go.set()
+        page.go.set()
 
 
 def test_stop_before_run_and_twice() -> None:
-    server = Server([Address(HOST, 0)], "/", snapshot, lambda: Landing("", []), lambda: True)
+    server = Server([Address(HOST, 0)], "/", snapshot, bytes, lambda: True)
     server.bind()
     server.stop()
     server.stop()
@@ -815,7 +890,7 @@ def test_address_parses_or_raises_value_error(text: str) -> None:
 
 
 def listen(*addresses: Address) -> Server:
-    server = Server(addresses, "/", snapshot, lambda: Landing("", []), lambda: True)
+    server = Server(addresses, "/", snapshot, bytes, lambda: True)
     server.bind()
     return server
 

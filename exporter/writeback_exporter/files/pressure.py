@@ -13,6 +13,7 @@ from writeback_exporter.features import Feature, Refused
 from writeback_exporter.files.base import Reader, content
 from writeback_exporter.metrics import catalogue
 from writeback_exporter.metrics.exposition import Labels, Snapshot, family
+from writeback_exporter.metrics.history import Sample
 from writeback_exporter.names.cgroups import Hierarchy
 from writeback_exporter.settings import Settings
 
@@ -63,6 +64,10 @@ class Pressure(Reader):
         ):
             rows = ((labels, microseconds / 1e6) for labels, microseconds in series.items())
             snapshot.families.append(family(metric, rows))
+
+    def sample(self, sample: Sample, host: Host) -> None:
+        found = {resource: totals(path) for resource, path, _ in self._files}
+        sample.waiting = {name: kinds["some"] for name, kinds in found.items() if "some" in kinds}
 
     def _paths(self, host: Host) -> Iterator[tuple[Labels, str | bytes]]:
         for resource, path, _ in self._files:

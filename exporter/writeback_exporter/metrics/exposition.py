@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
 from operator import itemgetter
 from typing import Any
 
@@ -63,6 +63,12 @@ class HistogramFamily:
                 f"{self.metric.name} has an edge at 2^{min(self.metric.exponents)}, "
                 f"but the kernel's slots begin at 2^{self.first_exponent}"
             )
+
+
+def bucket_counts(metric: Metric, first_exponent: int, slots: Sequence[int]) -> list[int]:
+    """The values in each of a histogram's buckets, not cumulative; the last is above all edges."""
+    ends = [exponent - first_exponent + 1 for exponent in metric.exponents]
+    return [sum(slots[begin:end]) for begin, end in pairwise([0, *ends, len(slots)])]
 
 
 @dataclass(frozen=True, slots=True)

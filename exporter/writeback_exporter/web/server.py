@@ -3,6 +3,7 @@
 
     accept -> _Connection (one deadline at any time) -> _Exchange (one request, one response)
       -> collect (one thread: one at a time) -> render, gzip (two threads) -> client, by chunks
+      -> status page (in the same one thread, for all who wait for it at once) -> client
 
 The event loop only moves bytes. tornado parses HTTP; accepting is our own, because tornado's
 acceptor, out of file descriptors, spins and logs 5,000 tracebacks a second (measured, 6.6).
@@ -35,7 +36,6 @@ from tornado.http1connection import (
 from tornado.iostream import IOStream, StreamClosedError
 
 from writeback_exporter.metrics.exposition import Snapshot, gzip_chunks, negotiate, render
-from writeback_exporter.web.landing import Landing, page
 from writeback_exporter.web.listen import Address, ListenError, open_listener
 
 log = logging.getLogger(__name__)
@@ -60,6 +60,10 @@ class Limits:
     how long a slow sender can hold a connection that has once sent a request in time."""
     collect: float = 30
     """For waiting and collecting, unless Prometheus says how long it waits itself."""
+    status: float = 10
+    """For a new status page; then the last one is sent."""
+    status_age: float = 5
+    """How old a status page may be to be sent again."""
     send: float = 30
     """For a client to take a whole response."""
     shutdown: float = 5
@@ -79,11 +83,11 @@ _SECURITY = {
 
 
 class Server:
-    """Serves metrics at `telemetry_path`, the landing page and the health checks beside them.
+    """Serves metrics at `telemetry_path`, the status page and the health checks beside them.
 
-    `collect` may block; it is called in one thread, so never twice at a time, and the snapshot it
-    returns must not change any more. `landing` and `ready` are called in the event loop and must
-    not block.
+    `collect` and `status`, which makes the page's HTML, may block; they are called in one thread,
+    so never twice at a time, and the snapshot that is returned must not change any more. `ready` is
+    called in the event loop and must not block.
     """
 
     def __init__(
@@ -91,7 +95,7 @@ class Server:
         listen: Sequence[Address],
         telemetry_path: str,
         collect: Callable[[], Snapshot],
-        landing: Callable[[], Landing],
+        status: Callable[[], bytes],
         ready: Callable[[], bool],
         limits: Limits = Limits(),
     ) -> None:
@@ -101,12 +105,15 @@ class Server:
         self._listen = listen
         self._telemetry_path = telemetry_path
         self._collect = collect
-        self._landing = landing
+        self._status = status
         self._ready = ready
         self._listeners: list[socket.socket] = []
         self._collector = ThreadPoolExecutor(1, "collect")
         self._renderers = ThreadPoolExecutor(2, "render")
         self._scrapes = 0
+        self._page: bytes | None = None
+        self._page_expires = float("-inf")
+        self._making_page: asyncio.Task[None] | None = None
         self._complained = -60.0
         # Not asyncio's: this one can be set from any thread, before, during and after run().
         self._stop: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -215,7 +222,7 @@ class Server:
         elif exchange.path == self._telemetry_path:
             await self._scrape(exchange)
         elif exchange.path == "/":
-            await exchange.reply(200, page(self._landing(), self._telemetry_path), _HTML)
+            await self._show_status(exchange)
         elif exchange.path == "/-/healthy":
             await exchange.reply(200, "ok")
         elif exchange.path == "/-/ready":
@@ -223,6 +230,34 @@ class Server:
             await exchange.reply(200 if ready else 503, "ready" if ready else "not ready")
         else:
             await exchange.reply(404, f"nothing here; metrics are at {self._telemetry_path}")
+
+    async def _show_status(self, exchange: _Exchange) -> None:
+        if exchange.method == "HEAD":
+            await exchange.start(200, _HTML)
+            exchange.end()
+            return
+        loop = asyncio.get_running_loop()
+        if self._making_page is None and loop.time() >= self._page_expires:
+            self._making_page = loop.create_task(self._make_page())
+        if self._making_page is not None:
+            # One for all who come meanwhile: however many they are, the one thread has one more
+            # call to wait for, and it goes on when they leave.
+            exchange.connection.deadline(self.limits.status + self.limits.send)
+            done, _ = await asyncio.wait([self._making_page], timeout=self.limits.status)
+            for made in done:
+                made.result()  # or what it raised
+        if self._page is None:
+            await exchange.reply(503, f"no status page within {self.limits.status:g} s")
+        else:
+            await exchange.reply(200, self._page, _HTML)
+
+    async def _make_page(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            self._page = await loop.run_in_executor(self._collector, self._status)
+            self._page_expires = loop.time() + self.limits.status_age
+        finally:
+            self._making_page = None
 
     async def _scrape(self, exchange: _Exchange) -> None:
         chosen = negotiate(exchange.headers.get("Accept", ""))
