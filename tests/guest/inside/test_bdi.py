@@ -58,8 +58,8 @@ def test_a_writer_in_a_cgroup(tmp_path: Path) -> None:
             dirty = dirty_memory(group)
             scrape = exporter.scrape()
         # The first pages of a cgroup that is new to a disk are written at once, whatever is set: it
-        # has no share of the limits yet.
-        assert 7 * MIB < dirty <= 9 * MIB
+        # has no share of the limits yet. How many is the kernel's affair (more than 1 MB on 6.12).
+        assert 4 * MIB < dirty <= 9 * MIB
         assert scrape.sum("wb_reclaimable_bytes", **labels) == pytest.approx(dirty, abs=BATCHES)
         assert scrape.sum("wb_dirtied_bytes_total", **labels) >= 8 * MIB - BATCHES
         assert scrape.sum("wb_written_bytes_total", **labels) == pytest.approx(
