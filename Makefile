@@ -9,6 +9,7 @@
 #   make bench   measure (not part of test)  make wheel    dist/*.whl
 #   make dashboards   write dashboards, from dashboards/      make rules   alert rules, from alerts/
 #   make docs    write docs/metrics.md from the catalogue, docs/kernels.md from what guests say
+#   make pictures   draw docs/pictures from a run of the end-to-end test
 #   make clean   remove all that these made, except the cache of guest kernels
 #
 # Each installs what it needs (Debian packages, a virtual environment) and is quick when it is there.
@@ -37,7 +38,7 @@ TEST_PACKAGES = clang-format bpftool e2fsprogs xfsprogs btrfs-progs util-linux k
 # Unpacked, not installed: that would start them as services of this machine.
 MONITORING := prometheus prometheus-alertmanager
 
-.PHONY: run build bpf test test-matrix lint unit host e2e guest bench dashboards rules docs wheel clean
+.PHONY: run build bpf test test-matrix lint unit host e2e guest bench dashboards rules docs pictures wheel clean
 
 run: build
 	$(VENV)/bin/writeback-exporter
@@ -125,6 +126,11 @@ rules: $(VENV)/.tested
 docs: build $(VENV)/.tested build/packages.test
 	$(VENV)/bin/python -m writeback_exporter.metrics.reference >docs/metrics.md
 	$(VENV)/bin/python -m tests.guest.offer
+
+# Not part of docs: each run is another one.
+pictures: build $(VENV)/.tested build/packages.test build/monitoring/.unpacked
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check -e '.[pictures]'
+	$(VENV)/bin/python -m tests.e2e.pictures
 
 wheel: build
 	$(VENV)/bin/pip wheel --quiet --disable-pip-version-check --no-deps -w dist .

@@ -254,7 +254,11 @@ def _stalls(s: Settings, r: Records) -> list[Alert]:
             f"{gauge(c.SYNC_OPEN_SECONDS).where(jobs)} > {r.deadline:g}",
             "has been in {{ $labels.call }}",
         ),
-        "throttling": (f"{r.cgroup_stall} > {0.9 * r.deadline:g}", "has been throttled"),
+        # Half of it, where sleep is not measured (Settings.throttled_tasks).
+        "throttling": (
+            f"{r.cgroup_stall} > {0.45 * r.deadline:g}\nand {r.cgroup_stalled} > 0.9",
+            "has done hardly anything but sleep in throttling, at least",
+        ),
     }
     return [
         *(

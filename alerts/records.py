@@ -200,17 +200,22 @@ class Records:
             f"/ ignoring (limit) {limit}",
         )
 
-        # Seconds of the time after which a job's watchdog is near that a task slept, in the mean of
-        # as many as slept at once: nearly all of it where the same ones slept all along.
+        # Of the time after which a job's watchdog is near: seconds asleep, in the mean of as many
+        # tasks as slept at once, and what share of these slept whenever one looked.
         jobs = f'cgroup=~"{settings.training_cgroups}"'
         self.deadline = settings.timeout_ratio * settings.collective_timeout
         asleep = gauge(c.DIRTY_THROTTLED_TASKS).where(jobs)
         window = f"{self.deadline:.0f}s"
+        most = f"clamp_min(sum without (bdi) (max_over_time({asleep}[{window}])), 1)"
         self.cgroup_stall = self._add(
             "cgroup:throttle_stall_seconds",
             ("cgroup",),
-            f"sum without (bdi) (increase({slept.where(jobs)}[{window}]))\n"
-            f"/ clamp_min(sum without (bdi) (max_over_time({asleep}[{window}])), 1)",
+            f"sum without (bdi) (increase({slept.where(jobs)}[{window}]))\n/ {most}",
+        )
+        self.cgroup_stalled = self._add(
+            "cgroup:throttle_stalled_ratio",
+            ("cgroup",),
+            f"sum without (bdi) (avg_over_time({asleep}[{window}]))\n/ {most}",
         )
 
         self._add(

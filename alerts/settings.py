@@ -23,7 +23,9 @@ class Settings:
         1.0, "factor of how long a condition must last before an alert fires"
     )
 
-    throttled_tasks: float = _setting(0.5, "tasks asleep in balance_dirty_pages that are too many")
+    # Where sleep is not measured (writeback_dirty_throttle_method_info) a task that does nothing
+    # but sleep counts as half a one: the kernel asks for a tick, and the timer makes two of it.
+    throttled_tasks: float = _setting(0.3, "tasks asleep in balance_dirty_pages that are too many")
     drain_seconds: float = _setting(60, "how long a BDI that has slowed down may need to drain")
     slowed_ratio: float = _setting(0.5, "share of its best rate of the day that is slowed down")
     drain_limit: float = _setting(600, "how long any BDI may need to write what is dirty")

@@ -431,9 +431,18 @@ CASES = [
         },
         {"cgroup": JOB_CGROUP, "stall": "throttling", "severity": "critical"},
         {
+            "asleep half of the time": {
+                of("dirty_throttle_seconds_sum", cgroup=JOB_CGROUP, bdi="8:0"): rate(0.5),
+                of("dirty_throttled_tasks", cgroup=JOB_CGROUP, bdi="8:0"): Level(
+                    lambda minute: minute % 2 < 1, counts=False
+                ),
+            },
+            "for a short time": {
+                of("dirty_throttle_seconds_sum", cgroup=JOB_CGROUP, bdi="8:0"): rate(0.01),
+            },
             "many writers, each a little": {
                 of("dirty_throttled_tasks", cgroup=JOB_CGROUP, bdi="8:0"): gauge(16)
-            }
+            },
         },
     ),
     Case(
@@ -535,7 +544,7 @@ def samples(
         if level is None:
             said.append("_")
         elif not level.counts:
-            said.append(repr(level.at(minute)))
+            said.append(repr(float(level.at(minute))))
         else:
             total = 0.0 if minute == reset else total + level.at(minute) * interval
             said.append(repr(total))
