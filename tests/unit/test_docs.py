@@ -29,6 +29,7 @@ def test_metrics_reference_is_up_to_date() -> None:
 DOCUMENTS = [
     *("README.md", "CHANGELOG.md", "bpf/README.md"),
     *("docs/identity.md", "docs/cardinality.md", "docs/troubleshooting.md"),
+    *("docs/runbooks/README.md", "alerts/README.md"),
 ]
 
 
@@ -43,6 +44,24 @@ def test_documents_name_only_metrics_that_exist(name: str) -> None:
             assert any(metric.startswith(used) for metric in known), used
         else:
             assert base in known or used == "writeback_exporter", used
+
+
+RUNBOOKS = [f"docs/runbooks/{path.name}" for path in (ROOT / "docs/runbooks").glob("*.md")]
+
+
+@pytest.mark.parametrize("name", sorted({*DOCUMENTS, *RUNBOOKS, "docs/kernels.md"}))
+def test_links_lead_somewhere(name: str) -> None:
+    path = ROOT / name
+    for target, anchor in re.findall(r"\]\(([^)#:]+)(?:#([^)]+))?\)", path.read_text()):
+        found = path.parent / target
+        assert found.is_file(), target
+        assert not anchor or anchor in _anchors(found), anchor
+
+
+def _anchors(path: Path) -> set[str]:
+    """Of its headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 def test_identity_tells_of_every_label_and_runtime() -> None:
