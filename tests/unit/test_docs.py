@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import subprocess
 import sys
@@ -29,7 +30,7 @@ def test_metrics_reference_is_up_to_date() -> None:
 DOCUMENTS = [
     *("README.md", "CHANGELOG.md", "bpf/README.md"),
     *("docs/identity.md", "docs/cardinality.md", "docs/troubleshooting.md"),
-    *("docs/runbooks/README.md", "alerts/README.md"),
+    *("docs/runbooks/README.md", "alerts/README.md", "dashboards/README.md"),
 ]
 
 
@@ -62,6 +63,14 @@ def _anchors(path: Path) -> set[str]:
     """Of its headings, as GitHub makes them."""
     titles = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_each_dashboard_is_told_by_its_title() -> None:
+    text = (ROOT / "dashboards/README.md").read_text()
+    assert dict(re.findall(r"^\| `(\w+\.json)` \| (.+?) \|", text, re.MULTILINE)) == {
+        path.name: json.loads(path.read_text())["title"]
+        for path in (ROOT / "dashboards").glob("*.json")
+    }
 
 
 def test_identity_tells_of_every_label_and_runtime() -> None:
