@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import subprocess
 import sys
@@ -29,6 +30,7 @@ def test_metrics_reference_is_up_to_date() -> None:
 DOCUMENTS = [
     *("README.md", "CHANGELOG.md", "bpf/README.md"),
     *("docs/identity.md", "docs/cardinality.md", "docs/troubleshooting.md"),
+    *("docs/runbooks/README.md", "alerts/README.md", "dashboards/README.md"),
 ]
 
 
@@ -43,6 +45,32 @@ def test_documents_name_only_metrics_that_exist(name: str) -> None:
             assert any(metric.startswith(used) for metric in known), used
         else:
             assert base in known or used == "writeback_exporter", used
+
+
+RUNBOOKS = [f"docs/runbooks/{path.name}" for path in (ROOT / "docs/runbooks").glob("*.md")]
+
+
+@pytest.mark.parametrize("name", sorted({*DOCUMENTS, *RUNBOOKS, "docs/kernels.md"}))
+def test_links_lead_somewhere(name: str) -> None:
+    path = ROOT / name
+    for target, anchor in re.findall(r"\]\(([^)#:]+)(?:#([^)]+))?\)", path.read_text()):
+        found = path.parent / target
+        assert found.is_file(), target
+        assert not anchor or anchor in _anchors(found), anchor
+
+
+def _anchors(path: Path) -> set[str]:
+    """Of its headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_each_dashboard_is_told_by_its_title() -> None:
+    text = (ROOT / "dashboards/README.md").read_text()
+    assert dict(re.findall(r"^\| `(\w+\.json)` \| (.+?) \|", text, re.MULTILINE)) == {
+        path.name: json.loads(path.read_text())["title"]
+        for path in (ROOT / "dashboards").glob("*.json")
+    }
 
 
 def test_identity_tells_of_every_label_and_runtime() -> None:
@@ -70,9 +98,9 @@ def test_readme_names_targets_that_exist() -> None:
     targets = re.findall(r"`?make ([a-z]+)`?", README)
     assert {"run", "test"} <= set(targets)
     for target in targets:
-        assert re.search(rf"^({target}|[a-z ]*\b{target}\b[a-z ]*):", makefile, re.MULTILINE), (
-            target
-        )
+        assert re.search(
+            rf"^({target}|[a-z0-9 ]*\b{target}\b[a-z0-9 ]*):", makefile, re.MULTILINE
+        ), target
 
 
 def test_ci_runs_the_readme_test_command() -> None:

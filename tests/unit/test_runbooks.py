@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import fields
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from alerts.__main__ import main
 from alerts.alerts import Alert, alerts
 from alerts.records import Records
 from alerts.settings import Settings
@@ -26,11 +28,14 @@ KNOWN = EXPORTED | RECORDED | {"up": TARGET}
 ALERTS: dict[str, list[Alert]] = {}
 for _alert in alerts(Settings(), Records(Settings())):
     ALERTS.setdefault(_alert.name, []).append(_alert)
+RULES = ROOT / "alerts/README.md"
 FILES = sorted(FOLDER.glob("*.md"))
 RUNBOOKS = {path.stem: path.read_text() for path in FILES if path.stem != "README"}
 
 each = pytest.mark.parametrize("name", sorted(RUNBOOKS))
-each_file = pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+each_file = pytest.mark.parametrize(
+    "path", [*FILES, RULES], ids=lambda path: str(path.relative_to(ROOT))
+)
 
 
 def section(name: str, title: str) -> str:
@@ -133,33 +138,29 @@ def test_waits_are_the_rules(name: str) -> None:
             assert "next evaluation" in verify
 
 
-@each_file
-def test_links_lead_somewhere(path: Path) -> None:
-    for target, anchor in re.findall(r"\]\(([^)#:]+)(?:#([^)]+))?\)", path.read_text()):
-        found = path.parent / target
-        assert found.is_file(), target
-        assert not anchor or anchor in anchors(found), anchor
-
-
-def anchors(path: Path) -> set[str]:
-    """Of its headings, as GitHub makes them."""
-    titles = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
-
-
-def test_the_table_has_each_alert_with_its_severity() -> None:
+def test_the_table_has_each_alert_with_its_severities() -> None:
     rows = re.findall(
-        r"^\| \[(\w+)\]\((\w+)\.md\) \| (\w+) \| .+ \|$",
+        r"^\| \[(\w+)\]\((\w+)\.md\) \| ([\w, ]+) \| .+ \|$",
         (FOLDER / "README.md").read_text(),
         re.MULTILINE,
     )
     assert all(name == file for name, file, _ in rows)
     assert len(rows) == len(ALERTS)
-    assert {name: {severity} for name, _, severity in rows} == {
+    assert {name: set(severities.split(", ")) for name, _, severities in rows} == {
         name: {alert.severity for alert in same} for name, same in ALERTS.items()
     }
 
 
+def test_examples_of_settings_are_taken(tmp_path: Path) -> None:
+    commands = RULES.read_text().replace("\\\n", "")
+    examples = re.findall(r"^    python -m alerts (.+)$", commands, re.MULTILINE)
+    assert examples
+    for example in examples:
+        arguments = shlex.split(example)
+        arguments[arguments.index("--output") + 1] = str(tmp_path)
+        assert main(arguments) == 0
+
+
 def test_the_readme_names_the_files_of_rules() -> None:
-    named = set(re.findall(r"\balerts/\w+\.yml\b", (FOLDER / "README.md").read_text()))
+    named = set(re.findall(r"\balerts/\w+\.yml\b", RULES.read_text()))
     assert named == {f"alerts/{path.name}" for path in (ROOT / "alerts").glob("*.yml")}
