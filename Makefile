@@ -35,8 +35,10 @@ TEST_PACKAGES = clang-format bpftool e2fsprogs xfsprogs btrfs-progs util-linux k
 	zstd lz4 dmsetup fio blktrace debootstrap chromium $(QEMU_$(shell uname -m)) \
 	qemu-system-common $(VIRTIOFSD)
 
-# Unpacked, not installed: that would start them as services of this machine.
-MONITORING := prometheus prometheus-alertmanager
+# Unpacked, not installed: that would start them as services of this machine. promtool is a package
+# of its own from Debian 13 on; before, it is in prometheus.
+PROMTOOL = $(shell apt-cache show promtool >/dev/null 2>&1 && echo promtool)
+MONITORING = prometheus prometheus-alertmanager $(PROMTOOL)
 
 .PHONY: run build bpf test test-matrix lint unit host e2e guest bench dashboards rules docs pictures wheel clean
 

@@ -107,7 +107,7 @@ def main(arguments: list[str] | None = None) -> int:
         default = setting.default
         parser.add_argument(
             f"--{setting.name.replace('_', '-')}",
-            type=type(default),
+            type=str if isinstance(default, str) else float,
             default=default,
             help=setting.metadata["help"].replace("%", "%%"),
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from alerts.promql import HOST, TARGET, Series, counter, gauge
+from alerts.promql import HOST, TARGET, Series, counter, counts, gauge
 from alerts.records import Records
 from alerts.settings import Settings
 from writeback_exporter.metrics import catalogue as c
@@ -84,12 +84,18 @@ def _throttling(s: Settings, r: Records) -> list[Alert]:
         ),
         Alert(
             "CgroupDirtyThrottled",
-            f"{r.cgroup_throttled} > {s.throttled_tasks}",
+            f"{r.cgroup_throttled} > {s.throttled_tasks}\n"
+            # Else it is a healthy writer that runs as fast as its disk.
+            f"and on ({HOST}, bdi) (\n"
+            f"  {r.bdi_own_limit} > 0.5\n"
+            f"  or {r.bdi_drain} > {s.drain_seconds}\n"
+            f"  or {r.bdi_written} < {s.slowed_ratio} * {r.bdi_written_best}\n"
+            f")",
             WARNING,
             "{{ $labels.cgroup }} on {{ $labels.instance }} is throttled for its dirty pages",
             'On average {{ $value | printf "%.1f" }} tasks of cgroup {{ $labels.cgroup }} sleep in '
-            "balance_dirty_pages for BDI {{ $labels.bdi }}. It writes faster than the disk does, "
-            "or than its memory limit lets it.",
+            "balance_dirty_pages for BDI {{ $labels.bdi }}, which has slowed down, or has more "
+            "dirty than it can write soon, or whose limit or the cgroup's own it has reached.",
             minutes=10,
             keep_minutes=5,
         ),
@@ -216,9 +222,10 @@ def _block_io(s: Settings, r: Records) -> list[Alert]:
             "ContainerWriteHog",
             f"{hog}\nand on ({HOST}, device) (\n"
             f"  (\n"
-            f"    max without (op) ({r.cgroup_device_p99}) > {s.neighbour_seconds}\n"
-            f"    or max without (op) ({r.cgroup_queue_p99}) > {s.neighbour_seconds}\n"
+            f"    {r.cgroup_device_p99.where(NAMED)} > {s.neighbour_seconds}\n"
+            f"    or {r.cgroup_queue_p99.where(NAMED)} > {s.neighbour_seconds}\n"
             f"  )\n"
+            f"  and rate({counts(c.BLOCK_IO_DEVICE_SECONDS)}[{s.window}]) > {s.slow_rate}\n"
             f"  unless on ({HOST}, device, cgroup) ({hog})\n"
             f")",
             WARNING,
@@ -248,10 +255,11 @@ def _block_io(s: Settings, r: Records) -> list[Alert]:
 
 
 def _stalls(s: Settings, r: Records) -> list[Alert]:
-    jobs = f'cgroup=~"{s.training_cgroups}"'
+    jobs, stalled = (f'cgroup=~"{each}"' for each in (s.training_cgroups, s.io_stall_cgroups))
+    open_calls = gauge(c.SYNC_OPEN_SECONDS)
     stalls = {
         "sync": (
-            f"{gauge(c.SYNC_OPEN_SECONDS).where(jobs)} > {r.deadline:g}",
+            f"{open_calls.where(jobs)} > {r.deadline:g}",
             "has been in {{ $labels.call }}",
         ),
         # Half of it, where sleep is not measured (Settings.throttled_tasks).
@@ -278,7 +286,7 @@ def _stalls(s: Settings, r: Records) -> list[Alert]:
         ),
         Alert(
             "SyncCallStuck",
-            f"{gauge(c.SYNC_OPEN_SECONDS)} > {s.sync_seconds}",
+            f"{open_calls} > {s.sync_seconds}",
             WARNING,
             "{{ $labels.call }} of {{ $labels.cgroup }} on {{ $labels.instance }} does not return",
             "A task of cgroup {{ $labels.cgroup }} has been in {{ $labels.call }} for "
@@ -289,7 +297,7 @@ def _stalls(s: Settings, r: Records) -> list[Alert]:
         *(
             Alert(
                 "PressureStall",
-                f"{series} > {s.stalled_ratio}",
+                expr,
                 WARNING,
                 "{{ $labels.cgroup }} on {{ $labels.instance }} stands still for " + resource,
                 "All tasks of cgroup {{ $labels.cgroup }} that had work waited for "
@@ -298,9 +306,16 @@ def _stalls(s: Settings, r: Records) -> list[Alert]:
                 keep_minutes=5,
                 labels={"resource": resource},
             )
-            for resource, series in (
-                ("io", r.io_full.where(f'cgroup=~"{s.io_stall_cgroups}"')),
-                ("memory", r.memory_full),
+            for resource, expr in (
+                # A host's only job may wait all the time, and nothing is wrong: unless it is slow.
+                (
+                    "io",
+                    f"{r.io_full.where(stalled)} > {s.stalled_ratio}\nand on ({HOST}) (\n"
+                    f"  {r.node_throttled} > {s.throttled_tasks}\n"
+                    f"  or max by ({HOST}) ({open_calls}) > {s.sync_seconds / 2:g}\n"
+                    f"  or max by ({HOST}) ({r.device_slow}) > {s.slow_ratio}\n)",
+                ),
+                ("memory", f"{r.memory_full} > {s.stalled_ratio}"),
             )
         ),
     ]

@@ -7,12 +7,47 @@ level:what; a record is used by its Python name, so that none can be misspelt.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from alerts.promql import HOST, Series, buckets, counter, counts, gauge, sums, up_to
 from alerts.settings import Settings
 from writeback_exporter.metrics import catalogue as c
 from writeback_exporter.metrics.catalogue import Metric
+
+Where = Callable[[Series], Series]
+"""Chooses hosts."""
+
+
+def everywhere(series: Series) -> Series:
+    return series
+
+
+# debugfs tells of all of a BDI's cgroups, since 6.10; before, it is not asked.
+def _by_cgroup(where: Where) -> str:
+    known = gauge(c.EXPORTER_FEATURE_AVAILABLE).where('feature="bdi_debugfs_cgroups"')
+    return f"and on ({HOST}) {where(known)} == 1"
+
+
+def bdi_dirty(where: Where = everywhere) -> str:
+    """A BDI's backlog in bytes; without debugfs that of the cgroup that was throttled last."""
+    reclaimable, writeback = (
+        where(gauge(c.WB_RECLAIMABLE_BYTES)),
+        where(gauge(c.WB_WRITEBACK_BYTES)),
+    )
+    return (
+        f"sum without (cgroup) ({reclaimable} + {writeback})\n{_by_cgroup(where)}\n"
+        f"or {where(gauge(c.BDI_DIRTY_BYTES))}"
+    )
+
+
+def bdi_written(window: str, where: Where = everywhere) -> str:
+    """Bytes a second written back to a BDI; without debugfs those that flushers wrote."""
+    return (
+        f"sum without (cgroup) (rate({where(counter(c.WB_WRITTEN_BYTES))}[{window}]))\n"
+        f"{_by_cgroup(where)}\n"
+        f"or sum without (reason) (rate({where(counter(c.WORK_BYTES))}[{window}]))"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,24 +81,10 @@ class Records:
             f"sum without (bdi) ({self.bdi_throttled})",
         )
 
-        # A BDI's backlog. debugfs tells it for all of the BDI's cgroups, since 6.10; before, or
-        # without, it is that of the one that was throttled last.
-        by_cgroup = gauge(c.EXPORTER_FEATURE_AVAILABLE).where('feature="bdi_debugfs_cgroups"')
-        in_full = f"and on ({HOST}) {by_cgroup} == 1"
-        self.bdi_dirty = self._add(
-            "bdi:dirty_bytes",
-            ("bdi",),
-            f"sum without (cgroup) ({gauge(c.WB_RECLAIMABLE_BYTES)} + "
-            f"{gauge(c.WB_WRITEBACK_BYTES)})\n{in_full}\nor {gauge(c.BDI_DIRTY_BYTES)}",
-        )
-        self.bdi_written = self._add(
-            "bdi:written_bytes_rate",
-            ("bdi",),
-            f"sum without (cgroup) (rate({counter(c.WB_WRITTEN_BYTES)}[{w}]))\n{in_full}\n"
-            f"or sum without (reason) (rate({counter(c.WORK_BYTES)}[{w}]))",
-        )
+        self.bdi_dirty = self._add("bdi:dirty_bytes", ("bdi",), bdi_dirty())
+        self.bdi_written = self._add("bdi:written_bytes_rate", ("bdi",), bdi_written(w))
         self.bdi_written_best = self._add(
-            "bdi:written_bytes_rate_best", ("bdi",), f"max_over_time({self.bdi_written}[1d])"
+            "bdi:written_bytes_rate_best", ("bdi",), f"max_over_time({self.bdi_written}[7d])"
         )
         # Of the domain that was throttled last; its freerun point is in the same proportion to its
         # limit as the host's (domain_dirty_limits and wb_dirty_limits, mm/page-writeback.c).
@@ -76,6 +97,15 @@ class Records:
         )
         self.bdi_drain = self._add(
             "bdi:drain_seconds", ("bdi",), f"{self.bdi_dirty} / {self.bdi_written}"
+        )
+        # Pauses that a limit of the BDI or of the cgroup decided, not the host's.
+        domains = counter(c.DIRTY_THROTTLE_DOMAIN)
+        own = domains.where('domain!="global"')
+        self.bdi_own_limit = self._add(
+            "bdi:dirty_throttled_own_limit_ratio",
+            ("bdi",),
+            f"sum without (domain) (rate({own}[{w}]))\n"
+            f"/ sum without (domain) (rate({domains}[{w}]))",
         )
         # The disks at the bottom of a BDI's device, whatever lies between.
         bdi_info = gauge(c.BDI_INFO).where('device!=""')

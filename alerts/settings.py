@@ -44,7 +44,8 @@ class Settings:
     collective_timeout: float = _setting(600, "seconds after which a training job's watchdog kills")
     timeout_ratio: float = _setting(0.5, "share of that after which a stall is near it")
     training_cgroups: str = _setting(
-        "/(.*/)?(slurm[^/]*|job_[0-9]+|training)(/.*)?", "regular expression of jobs' cgroups"
+        "/(.*/)?(slurmstepd[^/]*|slurm(_[^/]*)?|job_[0-9]+|training)(/.*)?",
+        "regular expression of jobs' cgroups",
     )
     sync_seconds: float = _setting(60, "age at which a sync call that has not returned is stuck")
     fragment_bytes: float = _setting(16384, "size up to which a write is small; an edge")

@@ -66,7 +66,7 @@ def of(name: str, **labels: str) -> str:
 
 def latency(name: str, seconds: float, per_second: float, **labels: str) -> dict[str, Level]:
     """A histogram all of whose values lie in the bucket that ends at `seconds` or the one above."""
-    edges = (0.001048576, 0.033554432, 0.268435456, 1.0737418241824, 8.589934592)
+    edges = (0.001048576, 0.033554432, 0.268435456, 1.073741824, 8.589934592)
     found = {
         of(f"{name}_bucket", **labels, le=str(edge)): rate(per_second if edge >= seconds else 0)
         for edge in edges
@@ -106,6 +106,8 @@ THROTTLED = of("dirty_throttle_seconds_sum", cgroup="/backup", bdi="8:0")
 DIRTY = of("bdi_dirty_bytes", bdi="8:0")
 THRESHOLD = of("bdi_dirty_threshold_bytes", bdi="8:0")
 WRITTEN = of("work_bytes_total", bdi="8:0", reason="background")
+HOST_LIMIT = of("dirty_throttle_domain_total", bdi="8:0", domain="global")
+OWN_LIMIT = of("dirty_throttle_domain_total", bdi="8:0", domain="memcg")
 FREERUN, HARD = of("host_dirty_freerun_bytes"), of("host_dirty_threshold_bytes")
 HOST_DIRTY, HOST_WRITEBACK = of("host_dirty_bytes"), of("host_writeback_bytes")
 DISK = of("device_disk_info", device="sda", disk="sda")
@@ -182,9 +184,27 @@ CASES = [
     ),
     Case(
         "CgroupDirtyThrottled",
-        {THROTTLED: rate(0.8)},
+        {THROTTLED: rate(0.8), OWN_LIMIT: rate(20), HOST_LIMIT: rate(5)},
         {"bdi": "8:0", "cgroup": "/backup", "severity": "warning"},
-        {"hardly asleep": {THROTTLED: rate(0.2)}},
+        {
+            "hardly asleep": {THROTTLED: rate(0.2)},
+            "as fast as the disk": {HOST_LIMIT: rate(90), WRITTEN: rate(2e9), DIRTY: gauge(9e9)},
+        },
+        optional=frozenset({HOST_LIMIT}),
+    ),
+    Case(
+        "CgroupDirtyThrottled",
+        {THROTTLED: rate(0.8), WRITTEN: slows(90e6, 9e6), HOST_LIMIT: rate(90)},
+        {"bdi": "8:0", "cgroup": "/backup", "severity": "warning"},
+        {"as fast as ever": {WRITTEN: rate(90e6)}},
+        optional=frozenset({HOST_LIMIT}),
+        again={WRITTEN: slows(90e6, 9e6)},
+    ),
+    Case(
+        "CgroupDirtyThrottled",
+        {THROTTLED: rate(0.8), WRITTEN: rate(90e6), DIRTY: gauge(9e9)},
+        {"bdi": "8:0", "cgroup": "/backup", "severity": "warning"},
+        {"soon written": {DIRTY: gauge(1e9)}},
     ),
     Case(
         "DirtyPageSpike",
@@ -303,6 +323,25 @@ CASES = [
             }
         ),
     ),
+    Case(
+        "BlockIOSlow",
+        {
+            **latency(DEVICE_SECONDS, 8.589934592, 20, cgroup="/a", device="sda", op="write"),
+            DISK: gauge(1),
+        },
+        {"device": "sda", "disk": "sda", "op": "write", "layer": "disk", **SLOW},
+        {
+            # Half a second is nothing for a queue full of writeback.
+            "half a second": latency(
+                DEVICE_SECONDS, 1.073741824, 20, cgroup="/a", device="sda", op="write"
+            ),
+        },
+        optional=frozenset(
+            s
+            for s in latency(DEVICE_SECONDS, 1, 1, cgroup="/a", device="sda", op="write")
+            if "1.073741824" not in s and "_count" not in s
+        ),
+    ),
     *(
         Case(
             "BlockIOSlow",
@@ -366,11 +405,24 @@ CASES = [
             {
                 of("block_io_size_bytes_sum", cgroup="/hog", device="sda", op="write"): rate(90e6),
                 of("block_io_size_bytes_sum", cgroup="/db", device="sda", op="write"): rate(10e6),
+                **latency(DEVICE_SECONDS, 0.001048576, 20, cgroup="/db", device="sda", op="read"),
                 **latency(stage, 0.268435456, 20, cgroup="/db", device="sda", op="read"),
                 **latency(DEVICE_SECONDS, 8.589934592, 9, cgroup="/hog", device="sda", op="write"),
             },
             {"cgroup": "/hog", "device": "sda", "severity": "warning"},
             {
+                "only its journal and its own flushes are slow": {
+                    series.replace("/db", cgroup): level
+                    for cgroup in ("/", "unattributed")
+                    for series, level in latency(
+                        stage, 8.589934592, 20, cgroup="/db", device="sda", op="read"
+                    ).items()
+                }
+                | latency(stage, 0.001048576, 20, cgroup="/db", device="sda", op="read"),
+                "its neighbour hardly asks for anything": latency(
+                    DEVICE_SECONDS, 0.268435456, 0.1, cgroup="/db", device="sda", op="read"
+                )
+                | latency(stage, 0.268435456, 0.1, cgroup="/db", device="sda", op="read"),
                 "its neighbour is well": latency(
                     stage, 0.001048576, 20, cgroup="/db", device="sda", op="read"
                 ),
@@ -388,11 +440,12 @@ CASES = [
                 {
                     of("block_io_size_bytes_sum", cgroup="/db", device="sda", op="write"),
                     *latency(DEVICE_SECONDS, 1, 9, cgroup="/hog", device="sda", op="write"),
-                    *(
-                        series
-                        for series in latency(stage, 1, 1, cgroup="/db", device="sda", op="read")
-                        if 'le="+Inf"' not in series
-                    ),
+                    *latency(DEVICE_SECONDS, 1, 1, cgroup="/db", device="sda", op="read"),
+                    *latency(stage, 1, 1, cgroup="/db", device="sda", op="read"),
+                }
+                - {
+                    of(f"{DEVICE_SECONDS}_count", cgroup="/db", device="sda", op="read"),
+                    of(f"{stage}_bucket", cgroup="/db", device="sda", op="read", le="+Inf"),
                 }
             ),
         )
@@ -454,7 +507,10 @@ CASES = [
     *(
         Case(
             "PressureStall",
-            {of("pressure_stalled_seconds_total", cgroup=cgroup, resource=resource): rate(0.7)},
+            {
+                of("pressure_stalled_seconds_total", cgroup=cgroup, resource=resource): rate(0.7),
+                **witness,
+            },
             {"cgroup": cgroup, "resource": resource, "severity": "warning"},
             {
                 "a microsecond a second": {
@@ -468,7 +524,11 @@ CASES = [
                 },
             },
         )
-        for cgroup, resource in (("/", "io"), ("/db", "memory"))
+        for cgroup, resource, witness in (
+            ("/", "io", {THROTTLED: rate(0.9)}),
+            ("/", "io", {of("sync_open_seconds", cgroup="/db", call="fsync"): gauge(40)}),
+            ("/db", "memory", {}),
+        )
     ),
     Case(
         "ExporterDegraded",
@@ -480,6 +540,17 @@ CASES = [
                 of("exporter_feature_available", feature="wb", reason="no debugfs"): gauge(0),
             }
         },
+    ),
+    Case(
+        "ExporterDegraded",
+        {
+            of("exporter_feature_available", feature="sync", reason=""): Level(
+                lambda minute: float(minute < 15) or float("nan"), counts=False
+            ),
+            of("exporter_feature_available", feature="sync", reason="no right"): gauge(0),
+        },
+        {"feature": "sync", "reason": "no right", "problem": "feature", "severity": "warning"},
+        {"never had": {of("exporter_feature_available", feature="sync", reason=""): gauge(0)}},
     ),
     Case(
         "ExporterDegraded",
