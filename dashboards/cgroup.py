@@ -12,6 +12,7 @@ from dashboards.grafana import (
     Panel,
     Row,
     here,
+    link,
     max_by,
     quantile,
     queries,
@@ -20,17 +21,21 @@ from dashboards.grafana import (
     table,
     top,
 )
-from dashboards.variables import CGROUP, DEVICE, TARGETS
+from dashboards.variables import (
+    CGROUP,
+    DEVICE,
+    ITSELF,
+    ON_DEVICE,
+    OTHERS,
+    TARGETS,
+    TREE,
+)
 from writeback_exporter.metrics import catalogue as c
 from writeback_exporter.metrics.catalogue import Metric
 
-MINE = 'cgroup=~"$cgroup"'
-ON_DEVICE = 'device=~"$device"'
-OTHERS = 'cgroup!~"$cgroup"'
-
 
 def of_cgroup(metric: Metric, *matchers: str) -> Series:
-    return here(gauge(metric), MINE, *matchers)
+    return here(gauge(metric), ITSELF, *matchers)
 
 
 def dashboard() -> Dashboard:
@@ -48,20 +53,22 @@ def _cost() -> list[Panel | Row]:
         ("throttled for dirty pages", sums(c.DIRTY_THROTTLE_SECONDS)),
         ("in fsync and the like", sums(c.SYNC_SECONDS)),
         ("waiting for pages under writeback", sums(c.PAGE_WAIT_SECONDS)),
-        ("held back by an IO limit", sums(c.BLOCK_IO_LIMIT_SECONDS)),
     ]
     return [
         Row(title="How much time does it lose to storage?"),
         Graph(
             title="Tasks that wait, by what they wait for",
             description="Seconds lost per second, which is tasks that wait at any time. The "
-            "largest one says where to look: throttling and page waits are writes that the disk "
-            "does not take, sync calls are latency, limits are settings.",
+            "largest one says where to look: throttling is writes that the disk does not take, "
+            "sync calls are its latency. Waits for pages are part of sync calls, and of writers "
+            "that change a page again.",
             unit="none",
-            stacked=True,
             targets=queries(
                 [
-                    (sum_by("instance, cgroup", rate(series, MINE)), f"{what} {{{{cgroup}}}}")
+                    (
+                        sum_by(["cgroup"], rate(series, TREE)),
+                        f"{what} {{{{cgroup}}}} {{{{instance}}}}",
+                    )
                     for what, series in per_stage
                 ]
             ),
@@ -71,36 +78,43 @@ def _cost() -> list[Panel | Row]:
             description="Where it writes when it is throttled. The node dashboard tells which "
             "limit decides for that BDI.",
             unit="none",
+            see=link("writeback-node"),
             targets=queries(
                 [
                     (
-                        sum_by("instance, cgroup, bdi", rate(sums(c.DIRTY_THROTTLE_SECONDS), MINE)),
-                        "{{bdi}} {{cgroup}}",
+                        sum_by(["cgroup", "bdi"], rate(sums(c.DIRTY_THROTTLE_SECONDS), TREE)),
+                        "{{bdi}} {{cgroup}} {{instance}}",
                     )
                 ]
             ),
         ),
         Graph(
             title="Pressure",
-            description="Share of time in which some task of the cgroup waited, or all did. "
-            "Memory pressure without IO pressure is its memory limit; both at once is reclaim "
-            "that waits for writeback.",
+            description="Share of time in which some task of the cgroup waited, or all did, and "
+            "for comparison some task of the host. Where only the cgroup waits it is its own "
+            "limit, where the host does too it is contention.",
             unit="percentunit",
             targets=queries(
                 [
                     (
                         sum_by(
-                            "instance, cgroup, resource",
-                            rate(counter(c.PRESSURE_WAITING_SECONDS), MINE),
+                            ["cgroup", "resource"],
+                            rate(counter(c.PRESSURE_WAITING_SECONDS), ITSELF),
                         ),
-                        "some wait for {{resource}} {{cgroup}}",
+                        "some wait for {{resource}} {{cgroup}} {{instance}}",
                     ),
                     (
                         sum_by(
-                            "instance, cgroup, resource",
-                            rate(counter(c.PRESSURE_STALLED_SECONDS), MINE),
+                            ["cgroup", "resource"],
+                            rate(counter(c.PRESSURE_STALLED_SECONDS), ITSELF),
                         ),
-                        "all wait for {{resource}} {{cgroup}}",
+                        "all wait for {{resource}} {{cgroup}} {{instance}}",
+                    ),
+                    (
+                        sum_by(
+                            ["resource"], rate(counter(c.PRESSURE_WAITING_SECONDS), 'cgroup="/"')
+                        ),
+                        "some of the host wait for {{resource}} {{instance}}",
                     ),
                 ]
             ),
@@ -110,11 +124,12 @@ def _cost() -> list[Panel | Row]:
             description="A call that has not returned is in no histogram. A rising line: see "
             "alert SyncCallStuck.",
             unit="s",
+            see=link("writeback-checkpoint", "cgroup"),
             targets=queries(
                 [
                     (
-                        max_by("instance, cgroup, call", of_cgroup(c.SYNC_OPEN_SECONDS)),
-                        "{{call}} {{cgroup}}",
+                        max_by(["cgroup", "call"], here(gauge(c.SYNC_OPEN_SECONDS), TREE)),
+                        "{{call}} {{cgroup}} {{instance}}",
                     )
                 ]
             ),
@@ -148,8 +163,8 @@ def _latency() -> list[Panel | Row]:
                 targets=queries(
                     [
                         (
-                            quantile(q, buckets(metric), "device, op", MINE, ON_DEVICE),
-                            f"p{q * 100:g} {{{{device}}}} {{{{op}}}}",
+                            quantile(q, buckets(metric), ["device", "op"], TREE, ON_DEVICE),
+                            f"p{q * 100:g} {{{{device}}}} {{{{op}}}} {{{{instance}}}}",
                         )
                         for q in (0.5, 0.99, 0.999)
                     ]
@@ -165,8 +180,8 @@ def _latency() -> list[Panel | Row]:
             targets=queries(
                 [
                     (
-                        quantile(q, buckets(c.SYNC_SECONDS), "call", MINE),
-                        f"p{q * 100:g} {{{{call}}}}",
+                        quantile(q, buckets(c.SYNC_SECONDS), ["call"], TREE),
+                        f"p{q * 100:g} {{{{call}}}} {{{{instance}}}}",
                     )
                     for q in (0.5, 0.99, 0.999)
                 ]
@@ -179,7 +194,12 @@ def _latency() -> list[Panel | Row]:
             unit="s",
             log=True,
             targets=queries(
-                [(quantile(0.99, buckets(c.MEMORY_STALL_SECONDS), "cgroup", MINE), "{{cgroup}}")]
+                [
+                    (
+                        quantile(0.99, buckets(c.MEMORY_STALL_SECONDS), ["cgroup"], TREE),
+                        "{{cgroup}} {{instance}}",
+                    )
+                ]
             ),
         ),
     ]
@@ -187,15 +207,15 @@ def _latency() -> list[Panel | Row]:
 
 def _limits() -> list[Panel | Row]:
     def pair(limit: Metric, used: Series) -> list[tuple[str, str]]:
-        by = "instance, cgroup, device, op"
+        by = ["cgroup", "device", "op"]
         return [
             (
                 max_by(by, of_cgroup(limit, ON_DEVICE)),
-                "allowed {{op}} {{device}} {{cgroup}}",
+                "allowed {{op}} {{device}} {{cgroup}} {{instance}}",
             ),
             (
-                sum_by(by, rate(used, MINE, ON_DEVICE)),
-                "used {{op}} {{device}} {{cgroup}}",
+                sum_by(by, rate(used, ITSELF, ON_DEVICE)),
+                "used {{op}} {{device}} {{cgroup}} {{instance}}",
             ),
         ]
 
@@ -209,10 +229,13 @@ def _limits() -> list[Panel | Row]:
             unit="bytes",
             targets=queries(
                 [
-                    (str(of_cgroup(c.CGROUP_MEMORY_BYTES)), "used {{cgroup}}"),
-                    (str(of_cgroup(c.CGROUP_DIRTY_BYTES)), "dirty {{cgroup}}"),
-                    (str(of_cgroup(c.CGROUP_WRITEBACK_BYTES)), "writeback {{cgroup}}"),
-                    (str(of_cgroup(c.CGROUP_MEMORY_LIMIT_BYTES)), "limit {{limit}} {{cgroup}}"),
+                    (str(of_cgroup(c.CGROUP_MEMORY_BYTES)), "used {{cgroup}} {{instance}}"),
+                    (str(of_cgroup(c.CGROUP_DIRTY_BYTES)), "dirty {{cgroup}} {{instance}}"),
+                    (str(of_cgroup(c.CGROUP_WRITEBACK_BYTES)), "writeback {{cgroup}} {{instance}}"),
+                    (
+                        str(of_cgroup(c.CGROUP_MEMORY_LIMIT_BYTES)),
+                        "limit {{limit}} {{cgroup}} {{instance}}",
+                    ),
                 ]
             ),
         ),
@@ -225,10 +248,10 @@ def _limits() -> list[Panel | Row]:
                 [
                     (
                         sum_by(
-                            "instance, cgroup, device, limit",
-                            rate(sums(c.BLOCK_IO_LIMIT_SECONDS), MINE, ON_DEVICE),
+                            ["cgroup", "device", "limit"],
+                            rate(sums(c.BLOCK_IO_LIMIT_SECONDS), TREE, ON_DEVICE),
                         ),
-                        "{{limit}} {{device}} {{cgroup}}",
+                        "{{limit}} {{device}} {{cgroup}} {{instance}}",
                     )
                 ]
             ),
@@ -248,27 +271,55 @@ def _limits() -> list[Panel | Row]:
             targets=queries(pair(c.CGROUP_IO_MAX_OPERATIONS, counter(c.CGROUP_IO_OPERATIONS))),
         ),
         Graph(
-            title="Latency that io.latency promises, and p99",
-            description="Where the p99 of device time is above the target, the kernel holds "
-            "siblings with a larger target back.",
+            title="Latency that io.latency promises, and p90",
+            description="The kernel looks whether nine of ten IOs are faster than the target (of "
+            "rotational disks at their mean), and if not holds siblings with a larger target back.",
             unit="s",
             log=True,
             targets=queries(
                 [
                     (
                         str(of_cgroup(c.CGROUP_IO_LATENCY_TARGET_SECONDS, ON_DEVICE)),
-                        "target {{device}} {{cgroup}}",
+                        "target {{device}} {{cgroup}} {{instance}}",
                     ),
                     (
                         quantile(
-                            0.99,
+                            0.9,
                             buckets(c.BLOCK_IO_DEVICE_SECONDS),
-                            "cgroup, device",
-                            MINE,
+                            ["cgroup", "device"],
+                            TREE,
                             ON_DEVICE,
                         ),
-                        "p99 {{device}} {{cgroup}}",
+                        "p90 {{device}} {{cgroup}} {{instance}}",
                     ),
+                ]
+            ),
+        ),
+        Graph(
+            title="Weight of its IO",
+            description="Among its siblings, where iocost or bfq heeds it. Twice the weight is "
+            "twice the time of the disk, while both want it.",
+            unit="none",
+            targets=queries(
+                [
+                    (
+                        str(of_cgroup(c.CGROUP_IO_WEIGHT)),
+                        "{{policy}} {{device}} {{cgroup}} {{instance}}",
+                    )
+                ]
+            ),
+        ),
+        Graph(
+            title="Times that it met a limit of its memory",
+            description="max: reclaim at its own limit, again and again: it is its limit that "
+            "makes it wait. high: tasks are slowed down on purpose. oom_kill: somebody was killed.",
+            unit="ops",
+            targets=queries(
+                [
+                    (
+                        sum_by(["cgroup", "event"], rate(counter(c.CGROUP_MEMORY_EVENTS), ITSELF)),
+                        "{{event}} {{cgroup}} {{instance}}",
+                    )
                 ]
             ),
         ),
@@ -281,13 +332,15 @@ def _limits() -> list[Panel | Row]:
                 [
                     (
                         sum_by(
-                            "instance, cgroup, device",
-                            rate(counter(c.IOCOST_USAGE_SECONDS), MINE, ON_DEVICE),
+                            ["cgroup", "device"],
+                            rate(counter(c.IOCOST_USAGE_SECONDS), ITSELF, ON_DEVICE),
                         ),
-                        "charged {{device}} {{cgroup}}",
+                        "charged {{device}} {{cgroup}} {{instance}}",
                     ),
-                    (str(here(gauge(c.IOCOST_VRATE_RATIO), ON_DEVICE)), "rate of {{device}}"),
-                    (str(of_cgroup(c.CGROUP_IO_WEIGHT)), "weight {{device}} {{policy}} {{cgroup}}"),
+                    (
+                        str(here(gauge(c.IOCOST_VRATE_RATIO), ON_DEVICE)),
+                        "rate of {{device}} {{instance}}",
+                    ),
                 ]
             ),
         ),
@@ -297,8 +350,8 @@ def _limits() -> list[Panel | Row]:
 def _neighbours() -> list[Panel | Row]:
     size = sums(c.BLOCK_IO_SIZE_BYTES)
     # Only disks that it uses itself.
-    mine = sum_by(f"{HOST}, device", rate(size, MINE, ON_DEVICE)) + " > 0"
-    others = sum_by(f"{HOST}, cgroup, device", rate(size, OTHERS, ON_DEVICE))
+    mine = sum_by(["device"], rate(size, TREE, ON_DEVICE)) + " > 0"
+    others = sum_by(["cgroup", "device"], rate(size, OTHERS, ON_DEVICE))
     return [
         Row(title="Or a neighbour on the same disk?"),
         Graph(
@@ -310,7 +363,7 @@ def _neighbours() -> list[Panel | Row]:
                 [
                     (
                         top(f"{others} and on ({HOST}, device) {mine}"),
-                        "{{device}} {{cgroup}}",
+                        "{{device}} {{cgroup}} {{instance}}",
                     )
                 ]
             ),
@@ -322,8 +375,8 @@ def _neighbours() -> list[Panel | Row]:
             targets=queries(
                 [
                     (
-                        sum_by("instance, cgroup, device, op", rate(size, MINE, ON_DEVICE)),
-                        "{{op}} {{device}} {{cgroup}}",
+                        sum_by(["cgroup", "device", "op"], rate(size, TREE, ON_DEVICE)),
+                        "{{op}} {{device}} {{cgroup}} {{instance}}",
                     )
                 ]
             ),
@@ -336,12 +389,12 @@ def _neighbours() -> list[Panel | Row]:
             targets=queries(
                 [
                     (
-                        sum_by("instance, cgroup", rate(counter(c.PAGE_DIRTIED_BYTES), MINE)),
-                        "dirtied {{cgroup}}",
+                        sum_by(["cgroup"], rate(counter(c.PAGE_DIRTIED_BYTES), TREE)),
+                        "dirtied {{cgroup}} {{instance}}",
                     ),
                     (
-                        sum_by("instance, cgroup", rate(counter(c.PAGE_WRITTEN_BYTES), MINE)),
-                        "written {{cgroup}}",
+                        sum_by(["cgroup"], rate(counter(c.PAGE_WRITTEN_BYTES), TREE)),
+                        "written {{cgroup}} {{instance}}",
                     ),
                 ]
             ),
@@ -354,12 +407,12 @@ def _neighbours() -> list[Panel | Row]:
             targets=queries(
                 [
                     (
-                        sum_by("instance, cgroup", rate(counter(c.IO_URING_SQ_SECONDS), MINE)),
-                        "all {{cgroup}}",
+                        sum_by(["cgroup"], rate(counter(c.IO_URING_SQ_SECONDS), TREE)),
+                        "all {{cgroup}} {{instance}}",
                     ),
                     (
-                        sum_by("instance, cgroup", rate(counter(c.IO_URING_SQ_BUSY_SECONDS), MINE)),
-                        "with work {{cgroup}}",
+                        sum_by(["cgroup"], rate(counter(c.IO_URING_SQ_BUSY_SECONDS), TREE)),
+                        "with work {{cgroup}} {{instance}}",
                     ),
                 ]
             ),

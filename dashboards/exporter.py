@@ -16,6 +16,7 @@ from dashboards.grafana import (
     Panel,
     Row,
     here,
+    now,
     queries,
     rate,
     sum_by,
@@ -25,11 +26,15 @@ from dashboards.grafana import (
 from dashboards.variables import TARGETS
 from writeback_exporter.metrics import catalogue as c
 
-# Of Prometheus and of prometheus-client's ProcessCollector.
+# Of Prometheus and of prometheus-client's ProcessCollector, which other jobs have too.
 UP = Series("up", ())
 SCRAPE_SECONDS = Series("scrape_duration_seconds", ())
 CPU_SECONDS = Series("process_cpu_seconds_total", ())
 RESIDENT = Series("process_resident_memory_bytes", ())
+
+
+def _ours(expr: str | Series) -> str:
+    return f"{expr} and on (job) {here(gauge(c.EXPORTER_BUILD_INFO))}"
 
 
 def dashboard() -> Dashboard:
@@ -44,48 +49,40 @@ def dashboard() -> Dashboard:
 
 def _features() -> list[Panel | Row]:
     features = here(gauge(c.EXPORTER_FEATURE_AVAILABLE))
+    main = features.where('feature=~"dirty_throttle|block_io"')
     return [
         Row(title="Does it see all?"),
         Number(
             title="Exporters that answer",
             description="Of those that Prometheus scrapes.",
             unit="none",
-            targets=queries([(f"sum({here(UP)})", "")]),
+            targets=now(f"sum({_ours(here(UP))})"),
         ),
         Number(
             title="Main signals missing",
-            description="Hosts without throttling or without block IO: `writeback-exporter "
-            "doctor` there says what to do.",
+            description="Throttling or block IO that is not available, each host and signal "
+            "counted: `writeback-exporter doctor` there says what to do.",
             unit="none",
             steps=((GREEN, None), (RED, 1)),
-            targets=queries(
-                [
-                    (
-                        "count("
-                        + str(features.where('feature=~"dirty_throttle|block_io"'))
-                        + " == 0) or vector(0)",
-                        "",
-                    )
-                ]
-            ),
+            targets=now(f"count({main} == 0) or vector(0)"),
         ),
         Number(
             title="Collectors that fail",
             description="Their metrics are absent from scrapes; the exporter's log says why.",
             unit="none",
             steps=((GREEN, None), (RED, 1)),
-            targets=queries(
-                [(f"count({here(gauge(c.EXPORTER_COLLECTOR_SUCCESS))} == 0) or vector(0)", "")]
-            ),
+            targets=now(f"count({here(gauge(c.EXPORTER_COLLECTOR_SUCCESS))} == 0) or vector(0)"),
         ),
         Number(
             title="Series exported",
             description="By all exporters. See docs/cardinality.md for how to bound them.",
             unit="short",
-            targets=queries([(f"sum({here(gauge(c.EXPORTER_SERIES))})", "")]),
+            targets=now(f"sum({here(gauge(c.EXPORTER_SERIES))}) or vector(0)"),
         ),
         table(
-            [(f"{features} == 0 or 1 + 0 * {features}", "Available", "none")],
+            [(str(features), "Available", "none")],
+            sort="Available",
+            ascending=True,
             hide=["job"],
             title="Features",
             description="0: not available, with the reason; docs/troubleshooting.md says what "
@@ -126,11 +123,11 @@ def _losses() -> list[Panel | Row]:
             targets=queries(
                 [
                     (
-                        sum_by("instance, map", rate(counter(c.EXPORTER_MAP_DROPPED))),
+                        sum_by(["map"], rate(counter(c.EXPORTER_MAP_DROPPED))),
                         "dropped {{map}} {{instance}}",
                     ),
                     (
-                        sum_by("instance, program", rate(counter(c.EXPORTER_PROGRAM_MISSED))),
+                        sum_by(["program"], rate(counter(c.EXPORTER_PROGRAM_MISSED))),
                         "missed {{program}} {{instance}}",
                     ),
                 ]
@@ -155,14 +152,12 @@ def _losses() -> list[Panel | Row]:
         ),
         Graph(
             title="Collectors that fail, over time",
-            description="1 where the collector succeeded in that scrape.",
+            description="Collectors whose metrics are absent from that scrape; the log says why.",
             unit="none",
             targets=queries(
                 [
                     (
-                        "min by (instance, collector) ("
-                        + str(here(gauge(c.EXPORTER_COLLECTOR_SUCCESS)))
-                        + ")",
+                        f"1 - {here(gauge(c.EXPORTER_COLLECTOR_SUCCESS))}",
                         "{{collector}} {{instance}}",
                     )
                 ]
@@ -182,7 +177,7 @@ def _cost() -> list[Panel | Row]:
             unit="s",
             targets=queries(
                 [
-                    (str(here(SCRAPE_SECONDS)), "scrape {{instance}}"),
+                    (_ours(here(SCRAPE_SECONDS)), "scrape {{instance}}"),
                     (
                         top(here(gauge(c.EXPORTER_COLLECTOR_DURATION_SECONDS))),
                         "{{collector}} {{instance}}",
@@ -198,7 +193,7 @@ def _cost() -> list[Panel | Row]:
             targets=queries(
                 [
                     (
-                        top(sum_by("instance, program", rate(spent))),
+                        top(sum_by(["program"], rate(spent))),
                         "{{program}} {{instance}}",
                     )
                 ]
@@ -212,8 +207,8 @@ def _cost() -> list[Panel | Row]:
                 [
                     (
                         top(
-                            sum_by("instance, program", rate(spent))
-                            + f" / ({sum_by('instance, program', rate(runs))} > 0)"
+                            sum_by(["program"], rate(spent))
+                            + f" / ({sum_by(['program'], rate(runs))} > 0)"
                         ),
                         "{{program}} {{instance}}",
                     )
@@ -224,12 +219,12 @@ def _cost() -> list[Panel | Row]:
             title="CPU of the exporter",
             description="CPUs that its process takes, without its BPF programs.",
             unit="none",
-            targets=queries([(rate(CPU_SECONDS), "CPUs {{instance}}")]),
+            targets=queries([(_ours(rate(CPU_SECONDS)), "CPUs {{instance}}")]),
         ),
         Graph(
             title="Memory of the exporter",
             description="Resident; BPF maps are the kernel's and not in it.",
             unit="bytes",
-            targets=queries([(str(here(RESIDENT)), "{{instance}}")]),
+            targets=queries([(_ours(here(RESIDENT)), "{{instance}}")]),
         ),
     ]

@@ -14,7 +14,7 @@ from typing import Any
 import attr
 from grafanalib import core
 
-from alerts.promql import Series
+from alerts.promql import HOST, TARGET, Series
 
 SCHEMA = 42
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
@@ -35,12 +35,18 @@ def rate(series: Series, *matchers: str) -> str:
     return f"rate({here(series, *matchers)}[{RATE}])"
 
 
-def sum_by(labels: str, expr: str | Series) -> str:
-    return f"sum by ({labels}) ({expr})"
+def of(*labels: str) -> str:
+    """Labels to group by: always by exporter too, for one that two jobs scrape is there twice, and
+    two hosts have disks and jobs of one name."""
+    return ", ".join((HOST, *labels))
 
 
-def max_by(labels: str, expr: str | Series) -> str:
-    return f"max by ({labels}) ({expr})"
+def sum_by(labels: Sequence[str], expr: str | Series) -> str:
+    return f"sum by ({of(*labels)}) ({expr})"
+
+
+def max_by(labels: Sequence[str], expr: str | Series) -> str:
+    return f"max by ({of(*labels)}) ({expr})"
 
 
 def top(expr: str | Series) -> str:
@@ -48,9 +54,15 @@ def top(expr: str | Series) -> str:
     return f"topk(10, {expr})"
 
 
-def quantile(q: float, buckets: Series, by: str, *matchers: str) -> str:
+def quantile(q: float, buckets: Series, by: Sequence[str], *matchers: str) -> str:
     """Of a histogram, by labels."""
-    return f"histogram_quantile({q}, sum by (le, {by}) ({rate(buckets, *matchers)}))"
+    return f"histogram_quantile({q}, {sum_by(['le', *by], rate(buckets, *matchers))})"
+
+
+def link(dashboard: str, *labels: str, data: str = "field.labels") -> str:
+    """To a dashboard, with the host and other labels of what was clicked on, for the same time."""
+    chosen = "".join(f"&var-{label}=${{__{data}.{label}}}" for label in (*TARGET, *labels))
+    return f"/d/{dashboard}?${{datasource:queryparam}}{chosen}&${{__url_time_range}}"
 
 
 # Queries ------------------------------------------------------------------------------------------
@@ -71,6 +83,11 @@ class Query(core.Target):
             "range": not self.instant,
             "refId": self.refId,
         }
+
+
+def now(expr: str) -> list[Query]:
+    """One value, of now: of a range an old one is shown where nothing answers any more."""
+    return queries([(expr, "")], instant=True)
 
 
 def queries(wanted: Iterable[tuple[str, str]], **options: Any) -> list[Query]:
@@ -236,7 +253,7 @@ class Number(Panel):
     def options(self) -> dict[str, Any]:
         return {
             "colorMode": "background" if self.words else "value",
-            "graphMode": "none" if self.words else "area",
+            "graphMode": "none",
             "justifyMode": "auto",
             "orientation": "auto",
             "reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False},
@@ -263,20 +280,25 @@ class Table(Panel):
 
 
 def table(
-    wanted: Sequence[tuple[str, str, str]], sort: str = "", hide: Sequence[str] = (), **options: Any
+    wanted: Sequence[tuple[str, str, str]],
+    sort: str = "",
+    ascending: bool = False,
+    hide: Sequence[str] = (),
+    **options: Any,
 ) -> Table:
     """From (expression, name of the column, unit)."""
     found = queries([(expr, "") for expr, _, _ in wanted], instant=True, format="table")
     columns = {f"Value #{q.refId}": name for q, (_, name, _) in zip(found, wanted, strict=True)}
-    if len(found) == 1:
-        columns["Value"] = columns.pop("Value #A")
+    # So it is called where no more than one query has an answer.
+    columns["Value"] = wanted[0][1]
     hidden = dict.fromkeys(["Time", "__name__", *hide], True)
     steps: list[dict[str, Any]] = [
         {"id": "merge", "options": {}},
         {"id": "organize", "options": {"excludeByName": hidden, "renameByName": columns}},
     ]
     if sort:
-        steps.append({"id": "sortBy", "options": {"sort": [{"field": sort, "desc": True}]}})
+        order = [{"field": sort, "desc": not ascending}]
+        steps.append({"id": "sortBy", "options": {"sort": order}})
     overrides = [
         {
             "matcher": {"id": "byName", "options": name},
@@ -323,7 +345,7 @@ class Variable(core.Template):
             "hide": 0,
             "multi": True,
             "includeAll": True,
-            "allValue": self.allValue,
+            **({"allValue": self.allValue} if self.allValue else {}),
             "current": {"selected": True, "text": ["All"], "value": ["$__all"]},
             "options": [],
         }
@@ -374,6 +396,19 @@ class TextBox(core.Template):
 # Dashboards ---------------------------------------------------------------------------------------
 
 
+_ALERTS = {
+    "name": "Alerts",
+    "datasource": DATASOURCE,
+    "enable": True,
+    "hide": False,
+    "iconColor": RED,
+    "expr": str(here(Series("ALERTS", ("alertstate",)), 'alertstate="firing"')),
+    "titleFormat": "{{alertname}}",
+    "textFormat": "{{instance}} {{cgroup}} {{bdi}} {{device}}",
+    "step": "60s",
+}
+
+
 @attr.s
 class Dashboard(core.Dashboard):
     """`panels` in reading order; they are placed from left to right and top to bottom."""
@@ -407,7 +442,7 @@ class Dashboard(core.Dashboard):
                     "url": "",
                 }
             ],
-            "annotations": {"list": []},
+            "annotations": {"list": [_ALERTS]},
             "templating": {"list": self.templating.list},
             "panels": _placed(self.panels),
         }

@@ -8,6 +8,7 @@ from typing import Any
 from grafanalib.core import Templating
 
 from alerts.promql import buckets, counter, counts, gauge, sums
+from alerts.records import bdi_dirty, bdi_written
 from dashboards.grafana import (
     RATE,
     Dashboard,
@@ -16,23 +17,20 @@ from dashboards.grafana import (
     Panel,
     Row,
     here,
+    link,
     max_by,
     quantile,
     queries,
     rate,
     sum_by,
+    table,
     top,
 )
-from dashboards.variables import DEVICE, TARGETS
+from dashboards.variables import DEVICE, ON_DEVICE, ROOT, TARGETS
 from writeback_exporter.metrics import catalogue as c
 from writeback_exporter.metrics.catalogue import Metric
 
-CGROUP = (
-    "/d/writeback-cgroup?${datasource:queryparam}&${instance:queryparam}"
-    "&var-cgroup=${__field.labels.cgroup}"
-)
-ROOT = 'cgroup="/"'
-ON_DEVICE = 'device=~"$device"'
+CGROUP = link("writeback-cgroup", "cgroup")
 
 
 def heatmap(metric: Metric, *matchers: str, **options: Any) -> Heatmap:
@@ -52,18 +50,15 @@ def dashboard() -> Dashboard:
             *_disks(),
             *_flusher(),
             *_pressure(),
+            *_settings(),
         ],
     )
 
 
 def _memory() -> list[Panel | Row]:
     dirty, writeback = gauge(c.HOST_DIRTY_BYTES), gauge(c.HOST_WRITEBACK_BYTES)
-    backlog = (
-        f"sum by (instance, bdi) ({here(gauge(c.WB_RECLAIMABLE_BYTES))} + "
-        f"{here(gauge(c.WB_WRITEBACK_BYTES))}) or max by (instance, bdi) "
-        f"({here(gauge(c.BDI_DIRTY_BYTES))})"
-    )
-    written = sum_by("instance, bdi", rate(counter(c.WORK_BYTES)))
+    # A day where nothing is written: Grafana does not draw what is infinite.
+    drain = f"clamp_max(({bdi_dirty(here)}) / ({bdi_written(RATE, here)}), 86400)"
     return [
         Row(title="How full is dirty memory?"),
         Graph(
@@ -94,7 +89,7 @@ def _memory() -> list[Panel | Row]:
             "than a minute: lower vm.dirty_bytes, or find why the disk is slow.",
             unit="s",
             log=True,
-            targets=queries([(f"({backlog}) / {written}", "{{bdi}} {{instance}}")]),
+            targets=queries([(drain, "{{bdi}} {{instance}}")]),
         ),
     ]
 
@@ -112,7 +107,7 @@ def _throttling() -> list[Panel | Row]:
             targets=queries(
                 [
                     (
-                        top(sum_by("instance, cgroup", rate(asleep))),
+                        top(sum_by(["cgroup"], rate(asleep))),
                         "{{cgroup}} {{instance}}",
                     )
                 ]
@@ -121,8 +116,8 @@ def _throttling() -> list[Panel | Row]:
         heatmap(
             c.DIRTY_THROTTLE_SECONDS,
             title="Pauses in balance_dirty_pages",
-            description="How long each single pause took. Many of 200 ms, the longest there is, "
-            "mean that the limit is exceeded by far.",
+            description="How long each single pause took. Many at 0.27 s, the bucket of the "
+            "longest pause that the kernel asks for, mean that the limit is exceeded by far.",
             unit="s",
         ),
         Graph(
@@ -134,7 +129,7 @@ def _throttling() -> list[Panel | Row]:
             targets=queries(
                 [
                     (
-                        sum_by("instance, bdi, domain", rate(counter(c.DIRTY_THROTTLE_DOMAIN))),
+                        sum_by(["bdi", "domain"], rate(counter(c.DIRTY_THROTTLE_DOMAIN))),
                         "{{domain}} {{bdi}} {{instance}}",
                     )
                 ]
@@ -204,7 +199,7 @@ def _disks() -> list[Panel | Row]:
                         quantile(
                             0.99,
                             buckets(c.BLOCK_IO_DEVICE_SECONDS),
-                            "instance, device, op",
+                            ["device", "op"],
                             ON_DEVICE,
                         ),
                         "device {{device}} {{op}} {{instance}}",
@@ -213,7 +208,7 @@ def _disks() -> list[Panel | Row]:
                         quantile(
                             0.99,
                             buckets(c.BLOCK_IO_QUEUE_SECONDS),
-                            "instance, device, op",
+                            ["device", "op"],
                             ON_DEVICE,
                         ),
                         "queue {{device}} {{op}} {{instance}}",
@@ -232,7 +227,7 @@ def _disks() -> list[Panel | Row]:
                     (
                         top(
                             sum_by(
-                                "instance, cgroup, device, limit",
+                                ["cgroup", "device", "limit"],
                                 rate(sums(c.BLOCK_IO_LIMIT_SECONDS), ON_DEVICE),
                             )
                         ),
@@ -270,13 +265,22 @@ def _disks() -> list[Panel | Row]:
                     (
                         top(
                             sum_by(
-                                "instance, cgroup, device",
+                                ["cgroup", "device"],
                                 rate(sums(c.BLOCK_IO_SIZE_BYTES), ON_DEVICE, 'op="write"'),
                             )
                         ),
                         "{{device}} {{cgroup}} {{instance}}",
                     )
                 ]
+            ),
+        ),
+        Graph(
+            title="Requests that the device has",
+            description="Issued and not back at each scrape. A line that stands still above 0 "
+            "while operations are at 0 is a device that does not answer: see alert BlockIOSlow.",
+            unit="none",
+            targets=queries(
+                [(str(here(gauge(c.BLOCK_IO_INFLIGHT), ON_DEVICE)), "{{device}} {{instance}}")]
             ),
         ),
         Graph(
@@ -287,14 +291,14 @@ def _disks() -> list[Panel | Row]:
                 [
                     (
                         sum_by(
-                            "instance, device, op",
+                            ["device", "op"],
                             rate(counts(c.BLOCK_IO_DEVICE_SECONDS), ON_DEVICE),
                         ),
                         "{{device}} {{op}} {{instance}}",
                     ),
                     (
                         sum_by(
-                            "instance, device, op, error",
+                            ["device", "op", "error"],
                             rate(counter(c.BLOCK_IO_ERRORS), ON_DEVICE),
                         ),
                         "error {{error}} {{device}} {{op}} {{instance}}",
@@ -318,7 +322,7 @@ def _flusher() -> list[Panel | Row]:
             targets=queries(
                 [
                     (
-                        sum_by("instance, bdi, reason", rate(counter(c.WORK_BYTES))) + " > 0",
+                        sum_by(["bdi", "reason"], rate(counter(c.WORK_BYTES))) + " > 0",
                         "{{reason}} {{bdi}} {{instance}}",
                     )
                 ]
@@ -332,7 +336,7 @@ def _flusher() -> list[Panel | Row]:
             targets=queries(
                 [
                     (
-                        quantile(0.99, buckets(c.WORK_SECONDS), "instance, bdi, reason"),
+                        quantile(0.99, buckets(c.WORK_SECONDS), ["bdi", "reason"]),
                         "{{reason}} {{bdi}} {{instance}}",
                     )
                 ]
@@ -346,7 +350,7 @@ def _flusher() -> list[Panel | Row]:
             targets=queries(
                 [
                     (
-                        max_by("instance, bdi", here(gauge(c.WORK_OLDEST_SECONDS))),
+                        max_by(["bdi"], here(gauge(c.WORK_OLDEST_SECONDS))),
                         "{{bdi}} {{instance}}",
                     )
                 ]
@@ -361,7 +365,7 @@ def _flusher() -> list[Panel | Row]:
             targets=queries(
                 [
                     (
-                        top(max_by("instance, cgroup, call", here(gauge(c.SYNC_OPEN_SECONDS)))),
+                        top(max_by(["cgroup", "call"], here(gauge(c.SYNC_OPEN_SECONDS)))),
                         "{{call}} {{cgroup}} {{instance}}",
                     )
                 ]
@@ -372,7 +376,7 @@ def _flusher() -> list[Panel | Row]:
 
 def _pressure() -> list[Panel | Row]:
     def of_host(metric: Metric) -> str:
-        return sum_by("instance, resource", rate(counter(metric), ROOT))
+        return sum_by(["resource"], rate(counter(metric), ROOT))
 
     return [
         Row(title="What do tasks feel?"),
@@ -399,7 +403,7 @@ def _pressure() -> list[Panel | Row]:
             targets=queries(
                 [
                     (
-                        sum_by("instance, by", rate(counter(c.HOST_RECLAIMED_BYTES))),
+                        sum_by(["by"], rate(counter(c.HOST_RECLAIMED_BYTES))),
                         "{{by}} {{instance}}",
                     )
                 ]
@@ -415,10 +419,64 @@ def _pressure() -> list[Panel | Row]:
             targets=queries(
                 [
                     (
-                        top(quantile(0.99, buckets(c.PAGE_WAIT_SECONDS), "instance, cgroup")),
+                        top(quantile(0.99, buckets(c.PAGE_WAIT_SECONDS), ["cgroup"])),
                         "{{cgroup}} {{instance}}",
                     )
                 ]
             ),
+        ),
+    ]
+
+
+def _settings() -> list[Panel | Row]:
+    limits = [
+        ("ratio", c.HOST_DIRTY_RATIO, "percentunit"),
+        ("background ratio", c.HOST_DIRTY_BACKGROUND_RATIO, "percentunit"),
+        ("bytes", c.HOST_DIRTY_LIMIT_BYTES, "bytes"),
+        ("background bytes", c.HOST_DIRTY_BACKGROUND_LIMIT_BYTES, "bytes"),
+        ("expire", c.HOST_DIRTY_EXPIRE_SECONDS, "s"),
+        ("flusher's interval", c.HOST_DIRTY_WRITEBACK_INTERVAL_SECONDS, "s"),
+    ]
+    of_bdi = [
+        (gauge(c.BDI_MAX_RATIO), "At most", "percentunit"),
+        (gauge(c.BDI_MIN_RATIO), "At least", "percentunit"),
+        (gauge(c.BDI_STRICT_LIMIT), "Strict limit", "none"),
+        (gauge(c.BDI_READ_AHEAD_BYTES), "Read-ahead", "bytes"),
+    ]
+    return [
+        Row(title="Which disk is it, and what is set?"),
+        table(
+            [(str(here(gauge(c.BDI_INFO))), "Known", "none")],
+            hide=["Value", "Known", "job"],
+            title="BDIs and their disks",
+            description="What writes back through each BDI: the disk and the file systems on it, "
+            "or one without a disk, as NFS and FUSE.",
+            columns=12,
+        ),
+        table(
+            [(str(here(gauge(c.DEVICE_DISK_INFO))), "Known", "none")],
+            hide=["Value", "Known", "job"],
+            title="Devices and what they lie on",
+            description="The disks at the bottom of each device. Latency is told of those; "
+            "volumes and arrays above them have no requests of their own.",
+            columns=12,
+        ),
+        table(
+            [(str(here(gauge(metric))), name, unit) for name, metric, unit in limits],
+            hide=["job"],
+            title="Settings of the host (vm.dirty_*)",
+            description="Where bytes are set the ratios do not count, and the other way round. "
+            "Much memory with ratios is much to write at once: set bytes.",
+            columns=12,
+            lines=6,
+        ),
+        table(
+            [(max_by(["bdi"], here(series)), name, unit) for series, name, unit in of_bdi],
+            hide=["job"],
+            title="Settings of BDIs",
+            description="Shares of the dirty limit that a BDI gets at least and at most; with a "
+            "strict limit they count below the host's freerun point too.",
+            columns=12,
+            lines=6,
         ),
     ]

@@ -7,12 +7,24 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-_VALUES = {"__rate_interval": "5m", "timeout": "600", "unit": ".*", "pod": ".*", "slurm_job": ".*"}
+ALL = {
+    "job": ".+",
+    "instance": ".+",
+    "device": ".+",
+    "cgroup": ".+",  # what it expands to: each one
+    "unit": ".*",
+    "pod": ".*",
+    "slurm_job": ".*",
+    "timeout": "600",
+    "__rate_interval": "5m",
+    "__range": "1h",
+}
+"""Nothing chosen."""
 
 
-def with_values(text: str, values: Mapping[str, str] = _VALUES) -> str:
-    """A query with its variables in place; of those not told all."""
-    return re.sub(r"\$\{?([a-z_]+)\}?", lambda found: values.get(found[1], ".+"), text)
+def with_values(text: str, values: Mapping[str, str] = ALL) -> str:
+    """A query with its variables in place. KeyError for one that is not known."""
+    return re.sub(r"\$\{?([a-z_]+)\}?", lambda found: values[found[1]], text)
 
 
 def panels(board: Mapping[str, Any]) -> list[dict[str, Any]]:

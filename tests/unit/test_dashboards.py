@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dashboards.__main__ import HERE, files
-from tests.grafana import expressions, panels, queries_of, with_values
+from tests.grafana import ALL, expressions, panels, queries_of, with_values
 from tests.promql import EXPORTED, TARGET, faults, selectors
 
 BOARDS: dict[str, dict[str, Any]] = {
@@ -61,11 +61,13 @@ def test_variables(name: str) -> None:
             continue
         assert variable["multi"] is True
         assert variable["includeAll"] is True
-        assert variable["allValue"] in (".+", ".*")
+        # One expression for all would make the choice of a unit or a pod idle.
+        narrowed = "$unit" in variable["definition"]
+        assert variable.get("allValue") == (None if narrowed else ALL[variable["name"]])
         assert variable["refresh"] == 2, "with the time range"
         assert variable["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
-    used = set(re.findall(r"\$\{?([a-z_]+)", json.dumps(BOARDS[name]["panels"])))
-    assert used - {"__rate_interval", "__field", "__data"} <= set(variables)
+    used = set(re.findall(r"\$\{?([a-z_]+)", json.dumps(BOARDS[name])))
+    assert used - {name for name in used if name.startswith("__")} <= set(variables)
 
 
 @each
@@ -119,14 +121,54 @@ def test_ids_and_places(name: str) -> None:
 def test_uids_are_unique_and_links_lead_somewhere() -> None:
     uids = {board["uid"]: board for board in BOARDS.values()}
     assert len(uids) == len(BOARDS)
+    linked: set[str] = set()
     for board in BOARDS.values():
-        for link in re.findall(r'"/d/([^"]+)"', json.dumps(board)):
-            uid, _, query = link.partition("?")
-            variables = {each["name"] for each in uids[uid]["templating"]["list"]}
-            for field in query.split("&"):
-                variable = re.match(r"var-([a-z_]+)=|\$\{([a-z_]+):queryparam\}$", field)
-                assert variable, field
-                assert (variable[1] or variable[2]) in variables, field
+        for panel in panels(board):
+            for link in panel["fieldConfig"]["defaults"]["links"]:
+                uid, _, query = link["url"].removeprefix("/d/").partition("?")
+                variables = {each["name"] for each in uids[uid]["templating"]["list"]}
+                first, *fields, last = query.split("&")
+                assert first == "${datasource:queryparam}"
+                assert last == "${__url_time_range}", "the time that one looked at"
+                kind = "__data.fields" if panel["type"] == "table" else "__field.labels"
+                for field in fields:
+                    name, _, value = field.removeprefix("var-").partition("=")
+                    assert name in variables
+                    assert value == f"${{{kind}.{name}}}"
+                    if panel["type"] == "timeseries":
+                        for target in panel["targets"]:
+                            assert name in by_labels(target["expr"]) or "vector" in target["expr"]
+                linked.add(uid)
+    assert linked == {"writeback-node", "writeback-cgroup", "writeback-checkpoint"}
+
+
+def by_labels(expr: str) -> set[str]:
+    """Labels that series of the expression are told apart by."""
+    found = re.findall(r"\b(?:sum|max|count) by \(([^)]*)\)", expr)
+    labels = set().union(*(each.split(", ") for each in found)) if found else set()
+    for selector in selectors(with_values(expr)):
+        if not found:
+            labels |= EXPORTED.get(selector.name or "", TARGET)
+    return labels
+
+
+@each
+def test_legends_tell_series_apart(name: str) -> None:
+    """Each label that a query groups by, but for the job."""
+    for panel in panels(BOARDS[name]):
+        for target in panel["targets"]:
+            if panel["type"] != "timeseries" or "label_replace" in target["expr"]:
+                continue
+            groups = re.match(
+                r"(?:topk\(10, |histogram_quantile\([\d.]+, )*"
+                r"(?:sum|max) by \(([^)]*)\)",
+                target["expr"],
+            )
+            if groups:
+                labels = set(groups[1].split(", ")) - {"job", "le"}
+                assert labels <= set(re.findall(r"{{(\w+)}}", target["legendFormat"])), panel[
+                    "title"
+                ]
 
 
 @each
@@ -136,13 +178,14 @@ def test_what_is_asked_for_exists(name: str) -> None:
         assert faults(with_values(expr), EXPORTED | OTHERS) == [], title
     for query in queries_of(BOARDS[name]):  # which ask for labels, not for values
         found = faults(with_values(query), EXPORTED | OTHERS)
-        assert [fault for fault in found if not fault.endswith("in no function")] == [], query
+        about_labels = ("in no function", "in last_over_time")
+        assert [fault for fault in found if not fault.endswith(about_labels)] == [], query
 
 
 @each
 def test_each_selector_is_of_the_chosen_hosts(name: str) -> None:
     for title, expr in expressions(BOARDS[name]):
-        for selector in selectors(expr.replace("$__rate_interval", "5m").replace("$timeout", "1")):
+        for selector in selectors(re.sub(r"\$\{?(timeout\}?s?|__rate_interval)", "600s", expr)):
             matchers = {str(matcher) for matcher in selector.matchers.matchers}
             assert {'job=~"$job"', 'instance=~"$instance"'} <= matchers, (title, selector)
 
@@ -152,4 +195,5 @@ def test_rates_are_over_the_rate_interval(name: str) -> None:
     """Which Grafana makes four scrapes at least, whatever the zoom."""
     for title, expr in expressions(BOARDS[name]):
         ranges = set(re.findall(r"\[([^\]]*)\](?!\+)", expr))
-        assert ranges <= {"$__rate_interval"}, title
+        allowed = {"$__rate_interval"} | ({"${timeout}s"} if "timeout" in title else set())
+        assert ranges <= allowed, title
