@@ -6,8 +6,9 @@ Series are spelt out as they are in a scrape; nothing of the generator is used t
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -626,30 +627,30 @@ def always(situation: Situation) -> Callable[[float], Situation]:
     return lambda minute: situation
 
 
-def promtool_test(
-    tmp_path: Path,
+def trial(
     situations: Callable[[float], Situation],
-    names: set[str],
-    expected: list[dict[str, Any]],
-    interval: int,
+    names: Iterable[str],
+    interval: int = 15,
     reset: float | None = None,
-) -> None:
-    (tmp_path / "rules.yml").write_text(RULES)
-    test = {
-        "rule_files": ["rules.yml"],
-        "evaluation_interval": "1m",
-        "tests": [
-            {
-                "interval": f"{interval}s",
-                "input_series": [
-                    {"series": name, "values": samples(name, situations, interval, reset)}
-                    for name in sorted(names)
-                ],
-                "promql_expr_test": expected,
-            }
-        ],
+    **expected: list[dict[str, Any]],
+) -> dict[str, Any]:
+    """One of promtool's tests: series, and what is expected of them."""
+    values = {name: samples(name, situations, interval, reset) for name in sorted(set(names))}
+    return {
+        "interval": f"{interval}s",
+        "input_series": [{"series": name, "values": text} for name, text in values.items()],
+        **expected,
     }
-    (tmp_path / "test.yml").write_text(yaml.safe_dump(test))
+
+
+def promtool(tmp_path: Path, alert: str, *trials: dict[str, Any]) -> None:
+    """All in one run of it, with the rules of that alert: half of the time is that of rules."""
+    records, every = yaml.safe_load(RULES)["groups"]
+    named = [rule for rule in every["rules"] if rule["alert"] == alert]
+    groups = {"groups": [records, {"name": "alerts", "rules": named}]}
+    (tmp_path / "rules.yml").write_text(json.dumps(groups))
+    test = {"rule_files": ["rules.yml"], "evaluation_interval": "1m", "tests": list(trials)}
+    (tmp_path / "test.yml").write_text(json.dumps(test))  # which is YAML, and quick
     ask("promtool", "test", "rules", tmp_path / "test.yml")
 
 
@@ -700,69 +701,78 @@ each = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 at_each_interval = pytest.mark.parametrize("interval", INTERVALS)
 
 
-@each
-@at_each_interval
-def test_fires(tmp_path: Path, case: Case, interval: int) -> None:
-    promtool_test(tmp_path, always(case.fires), set(case.fires), fires(case), interval)
-
-
-@each
-@at_each_interval
-def test_is_quiet(tmp_path: Path, case: Case, interval: int) -> None:
-    """In each situation that a worse rule would fire for."""
+def quiet_ones(case: Case) -> Iterator[tuple[Situation, list[dict[str, Any]]]]:
     for change in case.quiet.values():
-        now = {**case.fires, **change}
-        promtool_test(tmp_path, always(now), set(now), is_quiet(case), interval)
+        yield {**case.fires, **change}, is_quiet(case)
+
+
+@each
+@at_each_interval
+def test_fires_and_is_quiet(tmp_path: Path, case: Case, interval: int) -> None:
+    """Quiet in each situation that a worse rule would fire for."""
+    told = [(case.fires, fires(case)), *quiet_ones(case)]
+    promtool(
+        tmp_path,
+        case.alert,
+        *(trial(always(now), now, interval, promql_expr_test=expected) for now, expected in told),
+    )
 
 
 @each
 def test_is_quiet_without_a_series(tmp_path: Path, case: Case) -> None:
+    trials = []
     for series in case.fires:
         now = {name: level for name, level in case.fires.items() if name != series}
         expected = fires(case) if series in case.optional else never(case)
-        promtool_test(tmp_path, always(now), set(case.fires), expected, 15)
+        trials.append(trial(always(now), case.fires, promql_expr_test=expected))
+    promtool(tmp_path, case.alert, *trials)
 
 
 @each
 @at_each_interval
 def test_a_reset_changes_nothing(tmp_path: Path, case: Case, interval: int) -> None:
     """The exporter starts anew 3 minutes before, with all counters at 0."""
-    reset = ASKED - 3
-    promtool_test(tmp_path, always(case.fires), set(case.fires), fires(case), interval, reset)
-    for change in case.quiet.values():
-        now = {**case.fires, **change}
-        promtool_test(tmp_path, always(now), set(now), is_quiet(case), interval, reset)
+    told = [(case.fires, fires(case)), *quiet_ones(case)]
+    promtool(
+        tmp_path,
+        case.alert,
+        *(
+            trial(always(now), now, interval, ASKED - 3, promql_expr_test=expected)
+            for now, expected in told
+        ),
+    )
 
 
 @each
-@pytest.mark.parametrize("minutes", [1, 3])
-def test_what_comes_and_goes_is_no_row_of_alerts(tmp_path: Path, case: Case, minutes: int) -> None:
+def test_what_comes_and_goes_is_no_row_of_alerts(tmp_path: Path, case: Case) -> None:
     """Once it fires it goes on until the condition stays away, or never begins."""
     calm = {**case.fires, **next(iter(case.quiet.values()))}
     if case.again:
         calm |= {name: gauge(0) for name in case.again}
 
-    def situations(minute: float) -> Situation:
-        return {**case.fires, **case.again} if minute // minutes % 2 else calm
+    def flapping(minutes: int) -> Callable[[float], Situation]:
+        return lambda minute: {**case.fires, **case.again} if minute // minutes % 2 else calm
 
     alert = f'ALERTS{{alertname="{case.alert}",alertstate="firing"}}'
     stops = f"count_over_time(({alert} offset 1m unless {alert})[{END - 20}m:1m])"
     expected = [{"expr": stops, "eval_time": f"{END}m", "exp_samples": []}]
-    promtool_test(tmp_path, situations, set(calm), expected, 15)
+    promtool(
+        tmp_path, case.alert, *(trial(flapping(m), calm, promql_expr_test=expected) for m in (1, 3))
+    )
 
 
 def test_it_resolves(tmp_path: Path) -> None:
     """Ten minutes after writeback is well again, nobody is paged any more."""
     calm = {**CONGESTION.fires, THROTTLED: rate(0)}
-    promtool_test(
+    over = {"expr": firing(CONGESTION), "eval_time": "55m", "exp_samples": []}
+    promtool(
         tmp_path,
-        lambda minute: CONGESTION.fires if minute < 40 else calm,
-        set(calm),
-        [
-            *fires(CONGESTION),
-            {"expr": firing(CONGESTION), "eval_time": "55m", "exp_samples": []},
-        ],
-        15,
+        CONGESTION.alert,
+        trial(
+            lambda minute: CONGESTION.fires if minute < 40 else calm,
+            calm,
+            promql_expr_test=[*fires(CONGESTION), over],
+        ),
     )
 
 
@@ -790,23 +800,8 @@ def test_a_page_names_the_culprit(tmp_path: Path) -> None:
             }
         ],
     }
-    (tmp_path / "rules.yml").write_text(RULES)
-    test = {
-        "rule_files": ["rules.yml"],
-        "evaluation_interval": "1m",
-        "tests": [
-            {
-                "interval": "15s",
-                "input_series": [
-                    {"series": name, "values": samples(name, always(CONGESTION.fires), 15, None)}
-                    for name in CONGESTION.fires
-                ],
-                "alert_rule_test": [page],
-            }
-        ],
-    }
-    (tmp_path / "test.yml").write_text(yaml.safe_dump(test))
-    ask("promtool", "test", "rules", tmp_path / "test.yml")
+    told = trial(always(CONGESTION.fires), CONGESTION.fires, alert_rule_test=[page])
+    promtool(tmp_path, CONGESTION.alert, told)
 
 
 # The files ---------------------------------------------------------------------------------------
