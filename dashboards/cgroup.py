@@ -27,6 +27,7 @@ from dashboards.variables import (
     ITSELF,
     ON_DEVICE,
     OTHERS,
+    ROOT,
     TARGETS,
     TREE,
 )
@@ -111,9 +112,7 @@ def _cost() -> list[Panel | Row]:
                         "all wait for {{resource}} {{cgroup}} {{instance}}",
                     ),
                     (
-                        sum_by(
-                            ["resource"], rate(counter(c.PRESSURE_WAITING_SECONDS), 'cgroup="/"')
-                        ),
+                        sum_by(["resource"], rate(counter(c.PRESSURE_WAITING_SECONDS), ROOT)),
                         "some of the host wait for {{resource}} {{instance}}",
                     ),
                 ]
