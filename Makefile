@@ -37,7 +37,7 @@ TEST_PACKAGES = clang-format bpftool e2fsprogs xfsprogs btrfs-progs util-linux k
 	qemu-system-common $(VIRTIOFSD)
 
 DEB_PACKAGES := debhelper dh-python dpkg-dev
-MATRIX_PACKAGES := lintian
+MATRIX_PACKAGES := buildah lintian
 
 # Unpacked, not installed: that would start them as services of this machine. promtool is a package
 # of its own from Debian 13 on; before, it is in prometheus.

@@ -33,7 +33,8 @@ writeback-exporter ($version-1) unstable; urgency=medium
 END
 
 cd "$source"
-dpkg-buildpackage --build=binary --no-sign >../build.log 2>&1 || {
+# Unchecked: `make deb` installs what is needed, and build-essential, a C compiler, is not.
+dpkg-buildpackage --build=binary --no-sign --no-check-builddeps >../build.log 2>&1 || {
 	tail -n 20 ../build.log >&2
 	exit 1
 }

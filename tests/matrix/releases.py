@@ -136,10 +136,10 @@ def other_release() -> Release:
     return _release(OTHER[ours], "", [*needed, *PACKAGES])
 
 
-def clean_release(name: str, packages: Sequence[str]) -> Release:
-    """That release with these packages and what they need, but nothing to build with; from the
-    cache if it is of this month. Raises ReleaseUnavailable."""
-    return _release(name, "clean-", packages)
+def clean_release(name: str, purpose: str, packages: Sequence[str]) -> Release:
+    """That release with these packages and what they need, kept for this purpose; from the cache
+    if it is of this month. Raises ReleaseUnavailable."""
+    return _release(name, f"{purpose}-", packages)
 
 
 def _release(name: str, kind: str, packages: Sequence[str]) -> Release:

@@ -85,7 +85,7 @@ def root(
     names = sorted(set(re.findall(r"(?:^|, )([a-z0-9.+-]+)", depends)))
     try:
         # systemd for its analyze: no service runs there.
-        release = releases.clean_release(request.param, [*names, "systemd"])
+        release = releases.clean_release(request.param, "clean", [*names, "systemd"])
     except releases.ReleaseUnavailable as error:
         failure = str(error)
     else:

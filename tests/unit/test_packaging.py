@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[2]
 PACKAGING = ROOT / "packaging"
@@ -55,3 +56,22 @@ def test_drop_ins_bound_what_they_grant(path: Path) -> None:
         rf"`{path.name}` \| (.*) \|$", (ROOT / "docs/installation.md").read_text(), re.MULTILINE
     )
     assert re.findall(r"[A-Z]+_[A-Z_]+", row) == granted
+
+
+def test_daemonset_names_options_and_ports_that_exist() -> None:
+    daemonset = yaml.safe_load((PACKAGING / "kubernetes/daemonset.yml").read_text())
+    monitor = yaml.safe_load((PACKAGING / "kubernetes/podmonitor.yml").read_text())
+    pod = daemonset["spec"]["template"]
+    (container,) = pod["spec"]["containers"]
+    assert {argument.partition("=")[0] for argument in container["args"]} <= flags()
+    assert container["image"] == f"writeback-exporter:{PROJECT['version']}"
+    assert {m["name"] for m in container["volumeMounts"]} == {
+        volume["name"] for volume in pod["spec"]["volumes"]
+    }
+    assert all(mount["readOnly"] for mount in container["volumeMounts"])
+    user = container["securityContext"]["runAsUser"]
+    assert f"\nUSER {user}:{user}\n" in (PACKAGING / "Containerfile").read_text()
+    assert daemonset["spec"]["selector"] == monitor["spec"]["selector"]
+    assert monitor["spec"]["selector"]["matchLabels"] == pod["metadata"]["labels"]
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    assert endpoint["port"] in {port["name"] for port in container["ports"]}
