@@ -2,7 +2,7 @@
 #
 #   make run     start the exporter on this machine (root): http://127.0.0.1:10435/metrics
 #   make test    prove it: lint, unit, host, e2e and guest tests
-#   make test-matrix   the guest tests on all kernels; other kernels' BTF, compilers, Pythons
+#   make test-matrix   the guest tests on all kernels; other kernels' BTF, compilers, Pythons; packages
 #
 #   make build   prepare all and leave the program at .venv/bin/writeback-exporter
 #   make bpf     compile the BPF objects     make lint     ruff, mypy, clang-format, shellcheck

@@ -23,10 +23,12 @@ Unit = Mapping[str, Sequence[str]]
 USER = 61184  # the first of those that DynamicUser takes
 
 
-def read(unit: Path) -> Unit:
+def read(*files: Path) -> Unit:
+    """A unit's file and those of its drop-ins."""
     settings: dict[str, list[str]] = {}
-    for key, value in re.findall(r"^(\w+)=(.*)$", unit.read_text(), re.MULTILINE):
-        settings.setdefault(key, []).append(value)
+    for file in files:
+        for key, value in re.findall(r"^(\w+)=(.*)$", file.read_text(), re.MULTILINE):
+            settings.setdefault(key, []).append(value)
     return settings
 
 
@@ -70,7 +72,7 @@ _DEVICES = ("null", "zero", "full", "random", "urandom")
 def prefix(unit: Unit, groups: str) -> tuple[str, ...]:
     """Runs a command as the unit's user; `groups` is what `systemd-analyze syscall-filter` says."""
     assert unit["AmbientCapabilities"] == unit["CapabilityBoundingSet"]
-    names = unit["AmbientCapabilities"][0].lower().replace("cap_", "+").split()
+    names = " ".join(unit["AmbientCapabilities"]).lower().replace("cap_", "+").split()
     capabilities = ",".join(["-all", *names])
     (files,) = unit["LimitNOFILE"]
     return (
