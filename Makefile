@@ -2,14 +2,15 @@
 #
 #   make run     start the exporter on this machine (root): http://127.0.0.1:10435/metrics
 #   make test    prove it: lint, unit, host, e2e and guest tests
-#   make test-matrix   the guest tests on all kernels; other kernels' BTF, compilers, Pythons
+#   make test-matrix   the guest tests on all kernels; other kernels' BTF, compilers, Pythons; packages
 #
 #   make build   prepare all and leave the program at .venv/bin/writeback-exporter
-#   make bpf     compile the BPF objects     make lint     ruff, mypy, clang-format
+#   make bpf     compile the BPF objects     make lint     ruff, mypy, clang-format, shellcheck
 #   make bench   measure (not part of test)  make wheel    dist/*.whl
 #   make dashboards   write dashboards, from dashboards/      make rules   alert rules, from alerts/
 #   make docs    write docs/metrics.md from the catalogue, docs/kernels.md from what guests say
 #   make pictures   draw docs/pictures from a run of the end-to-end test
+#   make deb     dist/*.deb, for Debian 12 and later
 #   make clean   remove all that these made, except the cache of guest kernels
 #
 # Each installs what it needs (Debian packages, a virtual environment) and is quick when it is there.
@@ -32,15 +33,18 @@ QEMU_aarch64 := qemu-system-arm
 # virtiofsd is a package of its own from Debian 13 on; before, it is in qemu-system-common.
 VIRTIOFSD = $(shell apt-cache show virtiofsd >/dev/null 2>&1 && echo virtiofsd)
 TEST_PACKAGES = clang-format bpftool e2fsprogs xfsprogs btrfs-progs util-linux kmod busybox-static \
-	zstd lz4 dmsetup fio blktrace debootstrap chromium $(QEMU_$(shell uname -m)) \
+	zstd lz4 dmsetup fio blktrace debootstrap chromium shellcheck $(QEMU_$(shell uname -m)) \
 	qemu-system-common $(VIRTIOFSD)
+
+DEB_PACKAGES := debhelper dh-python dpkg-dev
+MATRIX_PACKAGES := buildah lintian
 
 # Unpacked, not installed: that would start them as services of this machine. promtool is a package
 # of its own from Debian 13 on; before, it is in prometheus.
 PROMTOOL = $(shell apt-cache show promtool >/dev/null 2>&1 && echo promtool)
 MONITORING = prometheus prometheus-alertmanager $(PROMTOOL)
 
-.PHONY: run build bpf test test-matrix lint unit host e2e guest bench dashboards rules docs pictures wheel clean
+.PHONY: run build bpf test test-matrix lint unit host e2e guest bench dashboards rules docs pictures wheel deb clean
 
 run: build
 	$(VENV)/bin/writeback-exporter
@@ -80,6 +84,12 @@ build/packages.build: Makefile
 	@mkdir -p build
 	$(call install,$(BUILD_PACKAGES))
 
+build/packages.deb: Makefile | build/packages.build
+	$(call install,$(DEB_PACKAGES))
+
+build/packages.matrix: Makefile | build/packages.deb
+	$(call install,$(MATRIX_PACKAGES))
+
 build/packages.test: Makefile | build/packages.build
 	$(call install,$(TEST_PACKAGES))
 
@@ -109,11 +119,12 @@ lint: build $(VENV)/.tested build/packages.test
 	$(VENV)/bin/mypy
 	for source in bpf/*.bpf.c tests/*/*.bpf.c; do $(CLANG) $(BPF_FLAGS) -Werror -fsyntax-only $$source; done
 	clang-format --style=file:bpf/.clang-format --dry-run -Werror bpf/*.[ch] tests/*/*.bpf.c
+	shellcheck .ci/run packaging/*.sh
 
 unit host e2e guest: build $(VENV)/.tested build/packages.test build/monitoring/.unpacked
 	$(VENV)/bin/python -m pytest tests/$@
 
-test-matrix: build $(VENV)/.tested build/packages.test
+test-matrix: build $(VENV)/.tested build/packages.test build/packages.matrix
 	GUEST_KERNELS="5.10 6.1 6.12 6.18 7.3" $(VENV)/bin/python -m pytest tests/guest tests/matrix
 
 bench: build $(VENV)/.tested build/packages.test
@@ -136,6 +147,9 @@ pictures: build $(VENV)/.tested build/packages.test build/monitoring/.unpacked
 
 wheel: build
 	$(VENV)/bin/pip wheel --quiet --disable-pip-version-check --no-deps -w dist .
+
+deb: wheel build/packages.deb
+	packaging/deb.sh dist/writeback_exporter-$(VERSION)-py3-none-any.whl
 
 clean:
 	rm -rf $(VENV) build dist $(OBJECTS) .mypy_cache .ruff_cache .pytest_cache .hypothesis

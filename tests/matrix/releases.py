@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Debian's other release, on bookworm trixie and on trixie bookworm: its clang, libbpf and Python
-in a root directory of its own.
+"""Debian's releases, each in a root directory of its own.
 
-`other_release()` gives it, from $XDG_CACHE_HOME/writeback-exporter/releases, where debootstrap
-makes it anew once a month: 55 s, 0.85 GB. What runs there runs on this system's kernel and sees its
-/proc and /sys. The mounts are of a mount namespace, and what is written is in a tmpfs: both end
-with the command, whatever becomes of it.
+`other_release()` is, on bookworm trixie and on trixie bookworm, what compiles and runs this
+checkout: another clang, libbpf and Python. `clean_release()` is any of them, with a few packages.
+They come from $XDG_CACHE_HOME/writeback-exporter/releases, where debootstrap makes them anew once a
+month: 55 s and 0.85 GB the first. What runs there runs on this system's kernel and sees its /proc
+and /sys. The mounts are of a mount namespace, and what is written is in a tmpfs: both end with the
+command, whatever becomes of it.
 
     python -m tests.matrix.releases DIRECTORY    # has that clang compile the objects to DIRECTORY
     GUEST_OBJECTS=DIRECTORY pytest tests/guest   # has guests use them
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
@@ -40,7 +41,10 @@ OTHER = {"bookworm": "trixie", "trixie": "bookworm"}
 PACKAGES = ("bpftool", "ca-certificates", "git", "make")
 REFRESH_SECONDS = 30 * 24 * 3600
 # How this system's pip comes to packages.
-_NETWORK = ("/etc/hosts", "/etc/pip.conf", "/etc/resolv.conf", "/etc/ssl/certs")
+_NETWORK = [Path("/etc", name) for name in ("hosts", "pip.conf", "resolv.conf", "ssl/certs")]
+_SYSTEM = [Path(name) for name in ("/dev", "/proc", "/sys")]
+ENVIRONMENT = ("HOME=/root", "PATH=/usr/sbin:/usr/bin:/sbin:/bin")
+"""For env(1) in a release."""
 
 
 class ReleaseUnavailable(Exception):
@@ -53,6 +57,21 @@ class Release:
 
     name: str
     root: Path
+
+    def mounting(self, stage: Path, binds: Mapping[Path, Path]) -> tuple[str, ...]:
+        """Shell commands for `lab.with_mounts` that leave its root at `root` in the working
+        directory, to write to and to forget; `stage` is an empty directory. The sources of
+        `binds`, if there, are at their keys."""
+        return (
+            f"cd {quote(str(stage))}",
+            "mount -t tmpfs tmpfs .",
+            f"cd {quote(str(stage))}",  # into the tmpfs
+            "mkdir root new work",
+            "mount -t overlay overlay root "
+            f"-o lowerdir={quote(str(self.root))},upperdir=new,workdir=work",
+            "mount -t tmpfs tmpfs root/tmp",  # unit tests want inode numbers that stay
+            *_binding({path: path for path in _SYSTEM} | dict(binds)),
+        )
 
 
 @dataclass(frozen=True)
@@ -74,22 +93,11 @@ class Checkout:
     def prefix(self, objects: Path | None = None) -> tuple[str, ...]:
         """Runs a command in the release, as root in the copy, which is at this checkout's own path
         there; `objects` are in place of the copy's, if given."""
-        stage = self.directory / "stage"
-        binds = {path: path for path in map(Path, ("/dev", "/proc", "/sys", *_NETWORK))}
-        binds[CHECKOUT] = self._source
+        binds = {path: path for path in _NETWORK} | {CHECKOUT: self._source}
         if objects:
             binds[OBJECTS] = objects
-        commands = [
-            f"cd {quote(str(stage))}",
-            "mount -t tmpfs tmpfs .",
-            f"cd {quote(str(stage))}",  # into the tmpfs
-            "mkdir root new work",
-            "mount -t overlay overlay root "
-            f"-o lowerdir={quote(str(self.release.root))},upperdir=new,workdir=work",
-            "mount -t tmpfs tmpfs root/tmp",  # unit tests want inode numbers that stay
-            *_binding(binds),
-        ]
-        environment = (f"--chdir={CHECKOUT}", "HOME=/root", "PATH=/usr/sbin:/usr/bin:/sbin:/bin")
+        commands = self.release.mounting(self.directory / "stage", binds)
+        environment = (f"--chdir={CHECKOUT}", *ENVIRONMENT)
         return (*lab.with_mounts(*commands), "chroot", "root", "env", *environment)
 
 
@@ -121,20 +129,29 @@ def copy(directory: Path, release: Release) -> Checkout:
 def other_release() -> Release:
     """Debian's other release; from the cache if it is of this month. Raises ReleaseUnavailable."""
     ours = platform.freedesktop_os_release().get("VERSION_CODENAME", "")
-    if ours not in OTHER or platform.machine() not in ARCHITECTURES:
-        raise ReleaseUnavailable(
-            f"no other release for {ours or 'this system'} on {platform.machine()}; known are "
-            f"{', '.join(OTHER)} on {', '.join(ARCHITECTURES)}"
-        )
-    name, architecture = OTHER[ours], ARCHITECTURES[platform.machine()]
-    directory = cache_directory() / "releases" / f"{name}-{architecture}"
-    release = Release(name, directory / "root")
+    if ours not in OTHER:
+        raise ReleaseUnavailable(f"{ours or 'this system'} has no other: known are {list(OTHER)}")
     show = "--eval=show: ; @echo $(BUILD_PACKAGES)"
-    packages = ",".join([*lab.sh("make", "-sC", CHECKOUT, show, "show").split(), *PACKAGES])
+    needed = lab.sh("make", "-sC", CHECKOUT, show, "show").split()
+    return _release(OTHER[ours], "", [*needed, *PACKAGES])
+
+
+def clean_release(name: str, purpose: str, packages: Sequence[str]) -> Release:
+    """That release with these packages and what they need, kept for this purpose; from the cache
+    if it is of this month. Raises ReleaseUnavailable."""
+    return _release(name, f"{purpose}-", packages)
+
+
+def _release(name: str, kind: str, packages: Sequence[str]) -> Release:
+    architecture = ARCHITECTURES.get(platform.machine())
+    if not architecture:
+        raise ReleaseUnavailable(f"{name}: none for {platform.machine()}, only {ARCHITECTURES}")
+    directory = cache_directory() / "releases" / f"{name}-{kind}{architecture}"
+    release = Release(name, directory / "root")
     with locked(directory):
         try:
-            if not _is_recent(directory, packages):
-                _bootstrap(release, architecture, packages)
+            if not _is_recent(directory, ",".join(packages)):
+                _bootstrap(release, architecture, ",".join(packages))
         except AptError as error:
             raise ReleaseUnavailable(
                 f"{name}: no recent one in {directory}, and it could not be made: {error}. "
