@@ -173,6 +173,7 @@ FLAGS = [
     "--help",
     "--web.listen-address",
     "--web.telemetry-path",
+    "--web.config.file",
     "--snapshot.duration",
     "--snapshot.output",
     *(f"--{no}collector.{name}" for name in COLLECTORS for no in ("", "no-")),
