@@ -430,13 +430,6 @@ class _Connection(httputil.HTTPServerConnectionDelegate):
         if tls is None:
             return IOStream(client, read_chunk_size=size)
         wrapped = tls.context.wrap_socket(client, server_side=True, do_handshake_on_connect=False)
-        # Of a client that has gone ssl makes a socket without TLS, whose bytes would pass for
-        # decrypted ones.
-        try:
-            wrapped.getpeername()
-        except OSError:
-            wrapped.close()
-            raise
         return SSLIOStream(wrapped, read_chunk_size=size)
 
     @property
