@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from tests.monitoring import tool
 from tests.unit import certificates
 from writeback_exporter.web import config as web_config
+from writeback_exporter.web import tls as tls_module
 from writeback_exporter.web.config import ConfigFile, WebConfig, parse
 from writeback_exporter.web.tls import Tls
 from writeback_exporter.web.values import ConfigError
@@ -77,14 +78,11 @@ def promtool_agrees(path: Path) -> bool:
         "{}",
         "tls_server_config:\nhttp_server_config: {}\nbasic_auth_users: {}",
         "http_server_config: {http2: false, headers: }",
-        "tls_server_config: {cert_file: '', key_file: }",
+        "tls_server_config: {cert_file: , key_file: }",
     ],
 )
 def test_nothing_is_asked_for(directory: Path, text: str) -> None:
-    if "cert_file" in text:  # as if cert_file were absent, which promtool takes for no TLS
-        assert "cert_file is missing" in refusal(directory, text)
-    else:
-        assert load(directory, text) == WebConfig()
+    assert load(directory, text) == WebConfig()
     assert promtool_agrees(directory / "web.yml")
 
 
@@ -318,6 +316,7 @@ STRICTER = [
     ),
     (f"{TLS}  curve_preferences: [X25519, CurveP256]\n", "Python's ssl takes a single curve; "),
     ("tls_server_config: {min_version: TLS13}", "cert_file is missing"),
+    ("tls_server_config: {cert_file: '', key_file: ''}", "cert_file is missing"),
     (f"basic_auth_users: {{a: '{HASH.replace('$04$', '$19$')}'}}", "a cost above 18 takes"),
     (f"basic_auth_users: {{'a:b': '{HASH}'}}", "cannot have a colon in it"),
     ('http_server_config: {headers: {X-XSS-Protection: "a\\r\\nb"}}', "one line of ASCII"),
@@ -373,6 +372,16 @@ def test_certificate_that_openssl_refuses(directory: Path) -> None:
     assert "ca.pem is unusable: " in refusal(directory, TLS + AUTH)
     certificates.certify("weak", kind="1024").write(directory, "server")
     assert "OpenSSL cannot use certificate and key: ee key too small" in refusal(directory, TLS)
+
+
+@pytest.mark.parametrize(("name", "value"), [("_CURVES", "no"), ("_CIPHERS", "no")])
+def test_openssl_that_can_do_less(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setattr(tls_module, name, {"X": value})
+    key = {"_CURVES": "curve_preferences", "_CIPHERS": "cipher_suites"}[name]
+    words = "this host's OpenSSL has no such cipher suite or curve: "
+    assert words in refusal(directory, f"{TLS}  {key}: [X]\n")
 
 
 @pytest.mark.parametrize(

@@ -204,21 +204,23 @@ class Server:
                 self._complain("cannot accept connections: %s", error)
                 await asyncio.sleep(0.1)  # out of descriptors or memory: do not spin
                 continue
-            with contextlib.ExitStack() as unless_served:
-                unless_served.callback(client.close)
-                if len(self.connections) >= self.limits.connections:
-                    self._complain(
-                        "%d connections are open: closing new ones", len(self.connections)
-                    )
-                    continue
-                await self._look()
-                # A client that has gone already cannot be wrapped for TLS.
-                with contextlib.suppress(OSError):
-                    self.connections.add(_Connection(self, client, str(peer[0])))
-                    unless_served.pop_all()
+            if len(self.connections) < self.limits.connections:
+                await self._welcome(client, str(peer[0]))
+            else:
+                client.close()
+                self._complain("%d connections are open: closing new ones", len(self.connections))
             # sock_accept returns at once while connections are waiting, so that without this a
             # flood of new ones would keep the loop from those already open.
             await asyncio.sleep(0)
+
+    async def _welcome(self, client: socket.socket, peer: str) -> None:
+        with contextlib.ExitStack() as unless_served:
+            unless_served.callback(client.close)
+            await self._look()
+            # A client that has gone already cannot be wrapped for TLS.
+            with contextlib.suppress(OSError):
+                self.connections.add(_Connection(self, client, peer))
+                unless_served.pop_all()
 
     def _close_listeners(self) -> None:
         while self._listeners:
@@ -444,7 +446,7 @@ class _Connection(httputil.HTTPServerConnectionDelegate):
         """Closes it after the response in progress: TLS is another now, or other certificates."""
         self._retired = True
         if self._idle:
-            self.stream.close()
+            self.close()
 
     def begin_response(self) -> None:
         """A whole request is here."""
@@ -478,7 +480,7 @@ class _Connection(httputil.HTTPServerConnectionDelegate):
         """tornado: the last response is out, the next request is awaited."""
         self._idle = True
         if self._retired:
-            self.stream.close()
+            self.close()
         self.deadline(self._patience)
         self._patience = self.server.limits.next_request
         assert isinstance(request_conn, HTTP1Connection)

@@ -122,24 +122,32 @@ class TlsSettings:
     def load(self) -> Tls:
         """Reads the files. Raises ConfigError."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.minimum_version, context.maximum_version = self.min_version, self.max_version
         # As in Go: no renegotiation, and what is in client_ca is trusted also if it is no root.
         context.options |= ssl.OP_NO_RENEGOTIATION
         context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
         context.set_alpn_protocols(["http/1.1"])
-        if self.ciphers:
-            context.set_ciphers(":".join(self.ciphers))
-        if not self.prefer_server_ciphers:
-            context.options &= ~ssl.OP_CIPHER_SERVER_PREFERENCE
-        if self.curve:
-            context.set_ecdh_curve(self.curve)
+        self._choose(context)
         self._load_own(context)
         self._load_client_ca(context)
         return Tls(context, self.allowed_sans)
 
+    def _choose(self, context: ssl.SSLContext) -> None:
+        context.minimum_version, context.maximum_version = self.min_version, self.max_version
+        if not self.prefer_server_ciphers:
+            context.options &= ~ssl.OP_CIPHER_SERVER_PREFERENCE
+        try:
+            if self.ciphers:
+                context.set_ciphers(":".join(self.ciphers))
+            if self.curve:
+                context.set_ecdh_curve(self.curve)
+        except (ValueError, ssl.SSLError) as error:  # for one that is built, or set, for less
+            raise self.section.refusal(
+                f"this host's OpenSSL has no such cipher suite or curve: {error}"
+            ) from error
+
     def _load_own(self, context: ssl.SSLContext) -> None:
         cert, key = self.cert.read("CERTIFICATE"), self.key.read("PRIVATE KEY")
-        if self.key.path is not None and os.stat(self.key.path).st_mode & stat.S_IROTH:
+        if self.key.path is not None and _everybody_reads(self.key.path):
             log.warning("%s can be read by every user of this host: chmod o-r it", self.key.path)
 
         def no_password() -> NoReturn:  # without this OpenSSL would ask for it on the terminal
@@ -287,6 +295,12 @@ def _sans(certificate: Mapping[str, object]) -> Iterator[str]:
 def _read(path: str) -> bytes:
     with open(path, "rb") as stream:
         return stream.read(1 << 20)
+
+
+def _everybody_reads(path: str) -> bool:
+    with contextlib.suppress(OSError):  # it was there a moment ago
+        return bool(os.stat(path).st_mode & stat.S_IROTH)
+    return False
 
 
 @contextlib.contextmanager
