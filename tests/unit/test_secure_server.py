@@ -300,6 +300,21 @@ def test_allowed_sans(config: Config, name: x509.GeneralName, listed: str) -> No
             fetch(server, config.client())
 
 
+@pytest.mark.parametrize("more", ["", f"{MUTUAL}  client_allowed_sans: [prometheus]\n"])
+def test_clients_that_go_after_their_request(
+    config: Config, more: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    context = config.client(RIGHT)
+    with serving(limits=FRESH, config_file=config.tls(more)) as server:
+        for _ in range(50):
+            with secure(server, context) as client:
+                client.sendall(request())
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        until(lambda: not server.connections and not server.answers)
+        assert fetch(server, context).status == 200
+    assert not caplog.records
+
+
 def test_session_that_is_resumed_is_its_clients(config: Config) -> None:
     more = f"{MUTUAL}  client_allowed_sans: [prometheus]\n"
     other = config.client(certify("x", authority(), [x509.DNSName("other")]))

@@ -318,6 +318,7 @@ STRICTER = [
     ("tls_server_config: {min_version: TLS13}", "cert_file is missing"),
     ("tls_server_config: {cert_file: '', key_file: ''}", "cert_file is missing"),
     (f"basic_auth_users: {{a: '{HASH.replace('$04$', '$19$')}'}}", "a cost above 18 takes"),
+    (f"basic_auth_users: {{a: '{HASH[:28]}z{HASH[29:]}'}}", "is no bcrypt hash; make one with"),
     (f"basic_auth_users: {{'a:b': '{HASH}'}}", "cannot have a colon in it"),
     ('http_server_config: {headers: {X-XSS-Protection: "a\\r\\nb"}}', "one line of ASCII"),
     (f"{TLS}{AUTH}".replace("ca.pem", "server.key"), "server.key has no CERTIFICATE in PEM"),
@@ -484,7 +485,7 @@ def test_any_bytes_parse_or_are_refused_in_a_line(content: bytes) -> None:
 )
 def test_allowed_sans(names: tuple[tuple[str, object], ...], admitted: bool) -> None:
     allowed = frozenset({"prometheus", "spiffe://x/prometheus", "10.0.0.1", "2001:db8::1"})
-    tls = Tls(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), allowed)
+    tls = Tls(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), True, allowed)
     assert tls.admits({"subjectAltName": names}) is admitted
     assert not tls.admits({"subject": ((("commonName", "prometheus"),),)})
     assert not tls.admits(None)
@@ -576,6 +577,10 @@ def test_files_behind_a_symbolic_link_that_is_turned(tmp_path: Path) -> None:
         (f"basic_auth_users: {{alice: '{HASH}'}}\n", "tls_server_config"),
         (f"{TLS}{AUTH}", "basic_auth_users"),
         (f"{TLS}basic_auth_users: {{alice: '{HASH}'}}\n", "client_auth_type"),
+        (
+            f"{TLS}{AUTH.splitlines()[0]}\nbasic_auth_users: {{alice: '{HASH}'}}\n",
+            "client_ca_file",
+        ),
     ],
 )
 def test_half_a_file_opens_nothing(

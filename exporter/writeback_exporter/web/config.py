@@ -25,7 +25,11 @@ _HEADERS: Mapping[str, tuple[str, ...]] = {
     "X-XSS-Protection": (),
 }
 """Those that the toolkit allows, and their values where it allows only these."""
-_HASH = re.compile(r"\$2[aby]\$(0[4-9]|[12][0-9]|3[01])\$[./A-Za-z0-9]{53}")
+_HASH = re.compile(
+    r"\$2[aby]\$(?P<cost>0[4-9]|[12][0-9]|3[01])\$"
+    r"[./A-Za-z0-9]{21}[.Oeu](?# the last of the salt has two bits, and bcrypt is strict there)"
+    r"[./A-Za-z0-9]{31}"
+)
 _HIGHEST_COST = 18
 """It takes the one thread 20 s; each more doubles that, and 31 is two days."""
 
@@ -107,6 +111,8 @@ class ConfigFile:
                 lost = "tls_server_config"
             elif new.context.verify_mode < old.context.verify_mode:
                 lost = "client_auth_type"
+            elif old.client_ca and not new.client_ca:
+                lost = "client_ca_file"
             elif old.allowed_sans and not new.allowed_sans:
                 lost = "client_allowed_sans"
         if lost:
@@ -147,7 +153,7 @@ def _users(section: Value) -> Mapping[str, str]:
         match = _HASH.fullmatch(hashed)
         if not match:
             raise value.refusal("is no bcrypt hash; make one with `htpasswd -nBC 10 USER`")
-        if int(match[1]) > _HIGHEST_COST:
+        if int(match["cost"]) > _HIGHEST_COST:
             raise value.refusal(f"a cost above {_HIGHEST_COST} takes minutes; 10 to 12 is usual")
         if ":" in name:
             raise value.refusal("a user's name cannot have a colon in it: HTTP ends it there")

@@ -71,7 +71,7 @@ class Limits:
     send: float = 30
     """For a client to take a whole response."""
     passwords: int = 16
-    """Being checked, or waiting for it: 50 ms each, or what their hashes cost. Beyond: 503."""
+    """Being checked, or waiting for it: 0.1 s each, or what their hashes cost. Beyond: 503."""
     password: float = 10
     """For a password to be checked."""
     config_age: float = 1
@@ -100,7 +100,7 @@ class Server:
 
     `collect` and `status`, which makes the page's HTML, may block; they are called in one thread,
     so never twice at a time, and the snapshot that is returned must not change any more. `ready` is
-    called in the event loop and must not block.
+    called in the event loop and must not block. `config_file` is looked at while serving.
     """
 
     def __init__(
@@ -436,11 +436,17 @@ class _Connection(httputil.HTTPServerConnectionDelegate):
 
     @property
     def allowed(self) -> bool:
-        """Whether the client's certificate is one that may be, after the handshake."""
-        if self._tls is None:
+        """Whether its client's certificate has an allowed name. Raises StreamClosedError."""
+        if self._tls is None or not self._tls.allowed_sans:
             return True
+        if self.stream.closed():
+            raise StreamClosedError
         assert isinstance(self.stream, SSLIOStream)
-        return self._tls.admits(self.stream.socket.getpeercert())
+        try:
+            certificate = self.stream.socket.getpeercert()
+        except OSError as error:  # it has gone, and tornado has not seen it yet
+            raise StreamClosedError(error) from error
+        return self._tls.admits(certificate)
 
     def retire(self) -> None:
         """Closes it after the response in progress: TLS is another now, or other certificates."""

@@ -67,11 +67,14 @@ class Tls:
     """Ready for connections."""
 
     context: ssl.SSLContext
+    client_ca: bool
+    """Whether the client's authorities are given, rather than those of the host."""
     allowed_sans: frozenset[str]
+    """Where there are any, a client's certificate has to have one."""
 
     def admits(self, certificate: Mapping[str, object] | None) -> bool:
-        """Whether a verified client certificate, as getpeercert() gives it, is an allowed one."""
-        return not self.allowed_sans or not self.allowed_sans.isdisjoint(_sans(certificate or {}))
+        """Whether a verified certificate, as getpeercert() gives it, has an allowed name."""
+        return not self.allowed_sans.isdisjoint(_sans(certificate or {}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +132,7 @@ class TlsSettings:
         self._choose(context)
         self._load_own(context)
         self._load_client_ca(context)
-        return Tls(context, self.allowed_sans)
+        return Tls(context, self.client_ca is not None, self.allowed_sans)
 
     def _choose(self, context: ssl.SSLContext) -> None:
         context.minimum_version, context.maximum_version = self.min_version, self.max_version
