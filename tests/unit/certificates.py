@@ -53,6 +53,19 @@ class Certificate:
         key.write_text(self.key_pem())
 
 
+_SIGNS = x509.KeyUsage(
+    digital_signature=False,
+    content_commitment=False,
+    key_encipherment=False,
+    data_encipherment=False,
+    key_agreement=False,
+    key_cert_sign=True,
+    crl_sign=True,
+    encipher_only=False,
+    decipher_only=False,
+)
+
+
 def certify(
     name: str,
     by: Certificate | None = None,
@@ -68,6 +81,7 @@ def certify(
         if kind == "ec"
         else rsa.generate_private_key(65537, int(kind))
     )
+    issuer = by.key if by else key
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     now = datetime.now(UTC)
     builder = (
@@ -79,12 +93,19 @@ def certify(
         .not_valid_before(now - timedelta(days=99))
         .not_valid_after(now + timedelta(days=days))
         .add_extension(x509.BasicConstraints(ca=ca, path_length=None), critical=True)
+        # From Python 3.13 on a client asks for these, which RFC 5280 does.
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer.public_key()), critical=False
+        )
     )
+    if ca:
+        builder = builder.add_extension(_SIGNS, critical=True)
     if sans:
         builder = builder.add_extension(x509.SubjectAlternativeName(sans), critical=False)
     if usage:
         builder = builder.add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
-    return Certificate(builder.sign(by.key if by else key, hashes.SHA256()), key)
+    return Certificate(builder.sign(issuer, hashes.SHA256()), key)
 
 
 @functools.cache

@@ -428,13 +428,15 @@ SCALARS = st.one_of(
     st.booleans(),
     st.integers(),
     st.floats(),
-    st.text(max_size=9),
+    st.text("a9 é\n:{}[]'#\x1b\u2028\0$/", max_size=9),
     st.sampled_from(
         [HASH, "TLS12", "TLS13", "X25519", "RequireAndVerifyClientCert", "1s", "a.pem"]
     ),
 )
 LISTS = st.lists(SCALARS, max_size=3)
-MAPPINGS = st.dictionaries(KEYS, SCALARS | LISTS | st.dictionaries(KEYS, SCALARS, max_size=2))
+MAPPINGS = st.dictionaries(
+    KEYS, SCALARS | LISTS | st.dictionaries(KEYS, SCALARS, max_size=2), max_size=5
+)
 
 
 def _parses_or_is_refused(content: bytes) -> None:
