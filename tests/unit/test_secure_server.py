@@ -508,6 +508,26 @@ def test_look_that_hangs_stops_nobody(config: Config, monkeypatch: pytest.Monkey
         until(lambda: serial(server, config.client()) == new.serial)
 
 
+def test_server_ends_while_a_look_hangs(
+    config: Config, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    file, begun, go = config.tls(), threading.Event(), threading.Event()
+
+    def hanging() -> WebConfig:
+        begun.set()
+        assert go.wait(HANG)
+        return file.config
+
+    monkeypatch.setattr(file, "look", hanging)
+    limits = Limits(config_look=HANG)
+    with serving(limits=limits, config_file=file) as server, connect(server) as client:
+        assert begun.wait(HANG)
+        server.stop()
+        assert read_all(client) == b""
+    go.set()
+    assert not caplog.records
+
+
 def test_look_that_fails_is_logged_and_the_last_holds(
     config: Config, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
