@@ -26,6 +26,7 @@ from cryptography import x509
 from cryptography.x509.oid import ExtendedKeyUsageOID
 from hypothesis import given
 from hypothesis import strategies as st
+from tornado.iostream import StreamClosedError
 
 from tests.unit import certificates
 from tests.unit.certificates import Certificate, authority, certify
@@ -313,6 +314,16 @@ def test_clients_that_go_after_their_request(
         until(lambda: not server.connections and not server.answers)
         assert fetch(server, context).status == 200
     assert not caplog.records
+
+
+def test_connection_that_is_closed_has_no_certificate(config: Config) -> None:
+    more = f"{MUTUAL}  client_allowed_sans: [prometheus]\n"
+    with serving(config_file=config.tls(more)) as server:
+        with secure(server, config.client(RIGHT)):
+            (connection,) = server.connections
+        until(lambda: not server.connections)
+        with pytest.raises(StreamClosedError):
+            assert connection.allowed
 
 
 def test_session_that_is_resumed_is_its_clients(config: Config) -> None:
