@@ -30,9 +30,11 @@ from writeback_exporter.settings import (
     regular_expression,
     telemetry_path,
 )
+from writeback_exporter.web.config import ConfigFile
 from writeback_exporter.web.listen import Address, ListenError
 from writeback_exporter.web.server import Server
 from writeback_exporter.web.status import page
+from writeback_exporter.web.values import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         pressure_triggers=tuple(dict.fromkeys(arguments.triggers)),
         pressure_trigger_cgroups=arguments.trigger_cgroups,
         sync_tracepoints=arguments.sync_tracepoints,
+        web_config_file=arguments.web_config_file,
     )
     try:
         if arguments.command == "doctor":
@@ -69,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.command == "snapshot":
             return _snapshot(settings, arguments.duration, arguments.output)
         return _serve(settings)
-    except (BadObject, CgroupfsError, SysfsError, ListenError, OSError) as error:
+    except (BadObject, CgroupfsError, SysfsError, ConfigError, ListenError, OSError) as error:
         print(f"writeback-exporter: {_one_line(str(error))}", file=sys.stderr)
         return _FAILURE
     except KeyboardInterrupt:
@@ -77,6 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(settings: Settings) -> int:
+    config_file = ConfigFile(settings.web_config_file) if settings.web_config_file else None
     exporter = Exporter(settings)
     started = threading.Event()
     failures: list[Exception] = []
@@ -85,8 +89,14 @@ def _serve(settings: Settings) -> int:
         return page(exporter.observe(), exporter.features, settings.telemetry_path)
 
     server = Server(
-        settings.listen, settings.telemetry_path, exporter.collect, status, started.is_set
+        settings.listen,
+        settings.telemetry_path,
+        exporter.collect,
+        status,
+        started.is_set,
+        config_file=config_file,
     )
+    scheme = "https" if server.config.tls else "http"
 
     def start() -> None:
         try:
@@ -97,7 +107,7 @@ def _serve(settings: Settings) -> int:
             return
         started.set()
         for address in server.addresses:
-            log.info("listening on http://%s%s", address, settings.telemetry_path)
+            log.info("listening on %s://%s%s", scheme, address, settings.telemetry_path)
 
     _raise_descriptor_limit()
     # The port first: where it is taken, nothing is loaded into the kernel.
@@ -196,6 +206,13 @@ def _parser() -> argparse.ArgumentParser:
         type=_checked(telemetry_path),
         metavar="PATH",
         help="path of the metrics (default /metrics)",
+    )
+    web.add_argument(
+        "--web.config.file",
+        dest="web_config_file",
+        metavar="FILE",
+        help="TLS, users and passwords, headers and a rate limit, in the format that Prometheus' "
+        "exporters share; read anew when it changes (default: none of these)",
     )
     snapshot = parser.add_argument_group("snapshot")
     snapshot.add_argument(

@@ -52,6 +52,7 @@ class Settings:
     pressure_triggers: tuple[PressureTrigger, ...] = ()
     pressure_trigger_cgroups: re.Pattern[str] | None = None
     sync_tracepoints: bool = False
+    web_config_file: str | None = None
 
 
 def duration(text: str) -> float:

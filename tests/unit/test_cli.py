@@ -173,6 +173,7 @@ FLAGS = [
     "--help",
     "--web.listen-address",
     "--web.telemetry-path",
+    "--web.config.file",
     "--snapshot.duration",
     "--snapshot.output",
     *(f"--{no}collector.{name}" for name in COLLECTORS for no in ("", "no-")),
@@ -297,6 +298,25 @@ def test_one_of_two_addresses_in_use() -> None:
         address = f"127.0.0.1:{holder.getsockname()[1]}"
         arguments = ["--web.listen-address=127.0.0.1:0", f"--web.listen-address={address}"]
         assert address in refused(rightless(*arguments), status=1)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, ": cannot be read: No such file or directory; --web.config.file must name a file"),
+        ("tls_config:\n", ":1: tls_config: unknown; remove it, or choose of basic_auth_users, "),
+        ("tls_server_config: {cert_file: 'a\nb', key_file: c}", " cannot be read: "),
+    ],
+)
+def test_web_configuration_that_cannot_be_used(
+    tmp_path: Path, content: str | None, words: str
+) -> None:
+    path = tmp_path / "web.yml"
+    if content is not None:
+        path.write_text(content)
+    line = refused(rightless(f"--web.config.file={path}"), status=1)
+    assert line.startswith(f"writeback-exporter: {path}")
+    assert words in line
 
 
 @pytest.fixture

@@ -30,6 +30,7 @@ def test_metrics_reference_is_up_to_date() -> None:
 DOCUMENTS = [
     *("README.md", "CHANGELOG.md", "bpf/README.md"),
     *("docs/identity.md", "docs/cardinality.md", "docs/installation.md", "docs/troubleshooting.md"),
+    "docs/security.md",
     *("docs/runbooks/README.md", "alerts/README.md", "dashboards/README.md"),
 ]
 
@@ -88,7 +89,7 @@ def test_readme_is_one_screen() -> None:
 def test_documents_name_only_flags_that_exist() -> None:
     program = Path(sys.executable).with_name("writeback-exporter")
     text = subprocess.run([program, "--help"], capture_output=True, text=True, check=True).stdout
-    for name in ("README.md", "docs/cardinality.md"):
+    for name in ("README.md", "docs/cardinality.md", "docs/security.md"):
         for flag in re.findall(r"--[a-z][a-z._-]+[a-z]", (ROOT / name).read_text()):
             assert flag in text, flag
 

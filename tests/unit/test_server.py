@@ -29,6 +29,7 @@ from hypothesis import strategies as st
 from writeback_exporter.metrics import catalogue
 from writeback_exporter.metrics.exposition import HistogramFamily, HistogramRow, Snapshot, family
 from writeback_exporter.settings import telemetry_path
+from writeback_exporter.web.config import ConfigFile
 from writeback_exporter.web.listen import Address, ListenError
 from writeback_exporter.web.server import Limits, Server, accepts_gzip
 
@@ -87,8 +88,9 @@ def serving(
     telemetry_path: str = "/metrics",
     ready: Callable[[], bool] = lambda: True,
     status: Callable[[], bytes] = lambda: b"<h1>Status</h1>",
+    config_file: ConfigFile | None = None,
 ) -> Iterator[Server]:
-    server = Server([Address(HOST, 0)], telemetry_path, collect, status, ready, limits)
+    server = Server([Address(HOST, 0)], telemetry_path, collect, status, ready, limits, config_file)
     server.bind()
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

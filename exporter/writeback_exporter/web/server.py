@@ -2,11 +2,13 @@
 """The HTTP server. Every wait, queue and buffer that a client can cause has a bound (`Limits`).
 
     accept -> _Connection (one deadline at any time) -> _Exchange (one request, one response)
+      -> the rate limit, the password (bcrypt in one thread), where the configuration has them
       -> collect (one thread: one at a time) -> render, gzip (two threads) -> client, by chunks
       -> status page (in the same one thread, for all who wait for it at once) -> client
 
-The event loop only moves bytes. tornado parses HTTP; accepting is our own, because tornado's
-acceptor, out of file descriptors, spins and logs 5,000 tracebacks a second (measured, 6.6).
+The event loop only moves bytes, and encrypts them. tornado parses HTTP; accepting is our own,
+because tornado's acceptor, out of file descriptors, spins and logs 5,000 tracebacks a second
+(measured, 6.6).
 """
 
 from __future__ import annotations
@@ -33,9 +35,11 @@ from tornado.http1connection import (
     HTTP1ConnectionParameters,
     HTTP1ServerConnection,
 )
-from tornado.iostream import IOStream, StreamClosedError
+from tornado.iostream import IOStream, SSLIOStream, StreamClosedError
 
 from writeback_exporter.metrics.exposition import Snapshot, gzip_chunks, negotiate, render
+from writeback_exporter.web.config import ConfigFile, WebConfig
+from writeback_exporter.web.gate import Busy, Passwords, RateLimiter
 from writeback_exporter.web.listen import Address, ListenError, open_listener
 
 log = logging.getLogger(__name__)
@@ -66,12 +70,21 @@ class Limits:
     """How old a status page may be to be sent again."""
     send: float = 30
     """For a client to take a whole response."""
+    passwords: int = 16
+    """Being checked, or waiting for it: 0.1 s each, or what their hashes cost. Beyond: 503."""
+    password: float = 10
+    """For a password to be checked."""
+    config_age: float = 1
+    """How old a look at the configuration and the files it names may be."""
+    config_look: float = 0.5
+    """For that look: their disk may be one that hangs. Then the last one holds."""
     shutdown: float = 5
     """For responses in progress to end, once told to stop."""
 
 
 _TEXT = {"Content-Type": "text/plain; charset=utf-8"}
 _HTML = {"Content-Type": "text/html; charset=utf-8"}
+_ASK = {"WWW-Authenticate": 'Basic realm="writeback-exporter", charset="UTF-8"'}
 _SECURITY = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; "
@@ -87,7 +100,7 @@ class Server:
 
     `collect` and `status`, which makes the page's HTML, may block; they are called in one thread,
     so never twice at a time, and the snapshot that is returned must not change any more. `ready` is
-    called in the event loop and must not block.
+    called in the event loop and must not block. `config_file` is looked at while serving.
     """
 
     def __init__(
@@ -98,8 +111,11 @@ class Server:
         status: Callable[[], bytes],
         ready: Callable[[], bool],
         limits: Limits = Limits(),
+        config_file: ConfigFile | None = None,
     ) -> None:
         self.limits = limits
+        self.config = config_file.config if config_file else WebConfig()
+        """As of the last look at it."""
         self.connections: set[_Connection] = set()
         self.answers: set[asyncio.Task[None]] = set()
         self._listen = listen
@@ -110,6 +126,12 @@ class Server:
         self._listeners: list[socket.socket] = []
         self._collector = ThreadPoolExecutor(1, "collect")
         self._renderers = ThreadPoolExecutor(2, "render")
+        self._passwords = Passwords(limits.passwords, limits.password)
+        self._rate = RateLimiter()
+        self._config_file = config_file
+        self._looker = ThreadPoolExecutor(1, "web-config")
+        self._looking: asyncio.Task[None] | None = None
+        self._looked = float("-inf")
         self._scrapes = 0
         self._page: bytes | None = None
         self._page_expires = float("-inf")
@@ -148,6 +170,8 @@ class Server:
         finally:
             self._collector.shutdown(wait=False, cancel_futures=True)
             self._renderers.shutdown(wait=False, cancel_futures=True)
+            self._looker.shutdown(wait=False, cancel_futures=True)
+            self._passwords.close()
 
     def stop(self) -> None:
         """Makes run() return. From any thread, at any time, any number of times."""
@@ -181,13 +205,22 @@ class Server:
                 await asyncio.sleep(0.1)  # out of descriptors or memory: do not spin
                 continue
             if len(self.connections) < self.limits.connections:
-                self.connections.add(_Connection(self, client, str(peer[0])))
+                await self._welcome(client, str(peer[0]))
             else:
                 client.close()
                 self._complain("%d connections are open: closing new ones", len(self.connections))
             # sock_accept returns at once while connections are waiting, so that without this a
             # flood of new ones would keep the loop from those already open.
             await asyncio.sleep(0)
+
+    async def _welcome(self, client: socket.socket, peer: str) -> None:
+        with contextlib.ExitStack() as unless_served:
+            unless_served.callback(client.close)
+            await self._look()
+            # A client that has gone already cannot be wrapped for TLS.
+            with contextlib.suppress(OSError):
+                self.connections.add(_Connection(self, client, peer))
+                unless_served.pop_all()
 
     def _close_listeners(self) -> None:
         while self._listeners:
@@ -198,6 +231,35 @@ class Server:
         if time.monotonic() - self._complained >= 60:
             self._complained = time.monotonic()
             log.warning(message, *args)
+
+    # Configuration ------------------------------------------------------------------------------
+
+    async def _look(self) -> None:
+        """Has `config` be as the file is, within `config_age`."""
+        now = asyncio.get_running_loop().time()
+        if self._config_file is None:
+            return
+        if self._looking is None and now >= self._looked + self.limits.config_age:
+            self._looked = now
+            self._looking = asyncio.create_task(self._look_at(self._config_file))
+        if self._looking is not None:
+            left = self._looked + self.limits.config_look - now
+            # Once it has taken too long, nobody waits for it any more.
+            await asyncio.wait([self._looking], timeout=max(left, 0))
+
+    async def _look_at(self, file: ConfigFile) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            config = await loop.run_in_executor(self._looker, file.look)
+        except Exception:
+            log.exception("the web configuration was not looked at")
+            return
+        finally:
+            self._looking = None
+        if config.tls is not self.config.tls:
+            for connection in tuple(self.connections):
+                connection.retire()
+        self.config = config
 
     # Responses ----------------------------------------------------------------------------------
 
@@ -217,6 +279,8 @@ class Server:
                 await exchange.reply(500, reason[:500])
 
     async def _route(self, exchange: _Exchange) -> None:
+        if not await self._admit(exchange):
+            return
         if exchange.method not in ("GET", "HEAD"):
             await exchange.reply(405, "only GET and HEAD", _TEXT | {"Allow": "GET, HEAD"})
         elif exchange.path == self._telemetry_path:
@@ -230,6 +294,33 @@ class Server:
             await exchange.reply(200 if ready else 503, "ready" if ready else "not ready")
         else:
             await exchange.reply(404, f"nothing here; metrics are at {self._telemetry_path}")
+
+    async def _admit(self, exchange: _Exchange) -> bool:
+        """Whether the request may be answered, also what is asked of health. Else it says why."""
+        await self._look()
+        config = self.config
+        exchange.configured = config.headers
+        if not self._rate.admits(config.rate_limit):
+            await exchange.reply(429, "more requests than rate_limit in --web.config.file allows")
+            return False
+        if not exchange.connection.allowed:
+            await exchange.reply(403, "client_allowed_sans has no name of your certificate")
+            return False
+        if not config.users:
+            return True
+        exchange.connection.deadline(self.limits.password + self.limits.send)
+        try:
+            right = await self._passwords.check(
+                config.users, exchange.headers.get("Authorization", "")
+            )
+        except Busy as busy:
+            exchange.connection.deadline(self.limits.send)
+            await exchange.reply(503, str(busy))
+            return False
+        exchange.connection.deadline(self.limits.send)
+        if not right:
+            await exchange.reply(401, "user or password is missing or wrong", _TEXT | _ASK)
+        return right
 
     async def _show_status(self, exchange: _Exchange) -> None:
         if exchange.method == "HEAD":
@@ -321,7 +412,7 @@ class _Connection(httputil.HTTPServerConnectionDelegate):
     def __init__(self, server: Server, client: socket.socket, peer: str) -> None:
         limits = server.limits
         self.server = server
-        self.stream = IOStream(client, read_chunk_size=limits.header_bytes)
+        self.stream, self._tls = self._open(client), server.config.tls
         parameters = HTTP1ConnectionParameters(
             chunk_size=limits.header_bytes,
             max_header_size=limits.header_bytes,
@@ -330,7 +421,50 @@ class _Connection(httputil.HTTPServerConnectionDelegate):
         self.http = HTTP1ServerConnection(self.stream, parameters, peer)
         self._patience = limits.first_request
         self._timer: asyncio.TimerHandle | None = None
+        self._idle = True
+        self._retired = False
         self.http.start_serving(self)
+
+    def _open(self, client: socket.socket) -> IOStream:
+        """Raises OSError."""
+        size = self.server.limits.header_bytes
+        tls = self.server.config.tls
+        if tls is None:
+            return IOStream(client, read_chunk_size=size)
+        wrapped = tls.context.wrap_socket(client, server_side=True, do_handshake_on_connect=False)
+        return SSLIOStream(wrapped, read_chunk_size=size)
+
+    @property
+    def allowed(self) -> bool:
+        """Whether its client's certificate has an allowed name. Raises StreamClosedError."""
+        if self._tls is None or not self._tls.allowed_sans:
+            return True
+        if self.stream.closed():
+            raise StreamClosedError
+        assert isinstance(self.stream, SSLIOStream)
+        try:
+            certificate = self.stream.socket.getpeercert()
+        except OSError as error:  # it has gone, and tornado has not seen it yet
+            raise StreamClosedError(error) from error
+        return self._tls.admits(certificate)
+
+    def retire(self) -> None:
+        """Closes it after the response in progress: TLS is another now, or other certificates."""
+        self._retired = True
+        if self._idle:
+            self.close()
+
+    def begin_response(self) -> None:
+        """A whole request is here."""
+        self._idle = False
+        self.deadline(self.server.limits.send)
+
+    def close(self) -> None:
+        """Closes; in TLS says first that this is the end."""
+        if isinstance(self.stream, SSLIOStream) and not self.stream.closed():
+            with contextlib.suppress(OSError, ValueError):
+                self.stream.socket.unwrap()
+        self.stream.close()
 
     def deadline(self, seconds: float) -> None:
         """Sets the one deadline anew: the connection is reset in so many seconds."""
@@ -350,6 +484,9 @@ class _Connection(httputil.HTTPServerConnectionDelegate):
         self, server_conn: object, request_conn: httputil.HTTPConnection
     ) -> _Exchange:
         """tornado: the last response is out, the next request is awaited."""
+        self._idle = True
+        if self._retired:
+            self.close()
         self.deadline(self._patience)
         self._patience = self.server.limits.next_request
         assert isinstance(request_conn, HTTP1Connection)
@@ -369,6 +506,8 @@ class _Exchange(httputil.HTTPMessageDelegate):
         self.connection = connection
         self.http = http
         self.started = False
+        self.configured: Mapping[str, str] = {}
+        """Headers of each response."""
 
     def headers_received(
         self,
@@ -385,7 +524,7 @@ class _Exchange(httputil.HTTPMessageDelegate):
     def finish(self) -> None:
         """tornado: the whole request is here."""
         server = self.connection.server
-        self.connection.deadline(server.limits.send)
+        self.connection.begin_response()
         task = asyncio.create_task(server.answer(self))
         server.answers.add(task)
         task.add_done_callback(server.answers.discard)
@@ -400,8 +539,9 @@ class _Exchange(httputil.HTTPMessageDelegate):
         self.started = True
         line = httputil.ResponseStartLine("HTTP/1.1", code, HTTPStatus(code).phrase)
         date = {"Date": httputil.format_timestamp(time.time())}
-        fields = httputil.HTTPHeaders({**date, **_SECURITY, **headers})
-        await self.http.write_headers(line, fields, chunk)
+        fields = {**date, **_SECURITY, **self.configured, **headers}
+        given = httputil.HTTPHeaders({name: text for name, text in fields.items() if text})
+        await self.http.write_headers(line, given, chunk)
 
     async def reply(self, code: int, body: str | bytes, headers: Mapping[str, str] = _TEXT) -> None:
         """Sends a whole response; a `body` that is a string is one line of text."""
@@ -415,7 +555,7 @@ class _Exchange(httputil.HTTPMessageDelegate):
     def end(self) -> None:
         """Ends the body; all of it has been handed to the kernel."""
         if self.version == "HTTP/1.0":
-            self.connection.stream.close()  # 1.0 has no chunks: closing is the end
+            self.connection.close()  # 1.0 has no chunks: closing is the end
         else:
             self.http.finish()
 
