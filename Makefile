@@ -124,7 +124,8 @@ lint: build $(VENV)/.tested build/packages.test
 unit host e2e guest: build $(VENV)/.tested build/packages.test build/monitoring/.unpacked
 	$(VENV)/bin/python -m pytest tests/$@
 
-test-matrix: build $(VENV)/.tested build/packages.test build/packages.matrix
+test-matrix: build $(VENV)/.tested build/packages.test build/packages.matrix \
+		build/monitoring/.unpacked
 	GUEST_KERNELS="5.10 6.1 6.12 6.18 7.3" $(VENV)/bin/python -m pytest tests/guest tests/matrix
 
 bench: build $(VENV)/.tested build/packages.test

@@ -13,7 +13,10 @@ from tests import lab
 from tests.guest.vm import CHECKOUT
 
 # All that calls them.
-TESTS = ("exposition", "catalogue", "histogram", "status", "server", "layout", "cli")
+TESTS = (
+    *("exposition", "catalogue", "histogram", "status", "server", "layout", "cli"),
+    *("web_config", "secure_server"),
+)
 
 
 def test_unit_tests_pass_with_the_oldest_libraries(tmp_path: Path) -> None:
