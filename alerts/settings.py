@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import re
+from dataclasses import dataclass, field, fields
 from typing import Any
+
+_DURATION = re.compile(r"(\d+(ms|[smhdwy]))+")
+_EXPRESSIONS = ("job", "training_cgroups", "io_stall_cgroups")
 
 
 def _setting(default: float | str, help: str) -> Any:
@@ -14,7 +18,8 @@ def _setting(default: float | str, help: str) -> Any:
 @dataclass(frozen=True, slots=True)
 class Settings:
     """Each is an option of `python -m alerts`. Ratios are 0 to 1; a rate of seconds per second that
-    tasks sleep is the mean number of tasks asleep."""
+    tasks sleep is the mean number of tasks asleep. Raises ValueError for what no rule can be made
+    of."""
 
     job: str = _setting("writeback-exporter", "regular expression of the exporters' job")
     runbooks: str = _setting("docs/runbooks", "where the runbooks are, better as URL")
@@ -63,3 +68,27 @@ class Settings:
     map_ratio: float = _setting(0.9, "share of a BPF map's entries at which it is nearly full")
     dropped_events: float = _setting(10, "events that may find no room in a BPF map in a window")
     missed_rate: float = _setting(1, "events per second that a BPF program may miss")
+
+    def __post_init__(self) -> None:
+        for setting in fields(self):
+            value = getattr(self, setting.name)
+            option = f"--{setting.name.replace('_', '-')} {value}"
+            if isinstance(value, float | int) and not 0 <= value < float("inf"):
+                raise ValueError(f"{option}: must be 0 or more")
+            if setting.name.endswith("_ratio") and value > 1:
+                raise ValueError(f"{option}: a ratio is 0 to 1, as 0.3 for 30 %")
+            if setting.name in _EXPRESSIONS:
+                _check_expression(option, value)
+        if not _DURATION.fullmatch(self.window) or not int(re.sub(r"\D", "", self.window)):
+            raise ValueError(f"--window {self.window}: must be a duration of Prometheus, as 5m")
+        if self.timeout_ratio * self.collective_timeout < 1:
+            raise ValueError("--collective-timeout by --timeout-ratio: must be a second or more")
+
+
+def _check_expression(option: str, expression: str) -> None:
+    try:
+        re.compile(expression)
+    except re.error as error:
+        raise ValueError(f"{option}: is no regular expression: {error}") from error
+    if '"' in expression or "\\" in expression:
+        raise ValueError(f"{option}: write [.] for a dot, without quotes or backslashes")

@@ -839,6 +839,33 @@ def test_thresholds_are_settings(tmp_path: Path) -> None:
     ask("promtool", "check", "rules", "--lint=all", "--lint-fatal", tmp_path / "rules.yml")
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--window", "0"], "--window 0: must be a duration of Prometheus, as 5m"),
+        (["--window", "0m"], "--window 0m: must be a duration"),
+        (["--window", "5 minutes"], "must be a duration"),
+        (["--training-cgroups", "("], "is no regular expression"),
+        (["--job", 'a"b'], "without quotes"),
+        (["--io-stall-cgroups", r"/db\.service"], "write [.] for a dot"),
+        (["--drain-seconds=-1"], "--drain-seconds -1.0: must be 0 or more"),
+        (["--drain-seconds", "nan"], "must be 0 or more"),
+        (["--hog-ratio", "70"], "a ratio is 0 to 1"),
+        (["--collective-timeout", "0"], "a second or more"),
+        (["--output", "/nonexistent"], "No such file or directory"),
+    ],
+)
+def test_bad_settings_are_refused(
+    options: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In one line, and nothing is written."""
+    assert main(["--output", str(tmp_path), *options]) == 1
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_size_that_no_bucket_ends_at_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
