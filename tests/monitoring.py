@@ -1,12 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where Prometheus, Alertmanager and their tools are, which `make` unpacks but does not install."""
+"""Prometheus, Alertmanager and their tools, which `make` unpacks but does not install."""
 
 from __future__ import annotations
 
+import json
+import socket
 import subprocess
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from tests.waiting import wait_for
 
 UNPACKED = Path(__file__).parents[1] / "build/monitoring/usr/bin"
+
+Series = tuple[dict[str, str], list[tuple[float, float]]]
+"""Labels, and (time, value)."""
 
 
 def tool(name: str) -> Path:
@@ -29,3 +42,86 @@ def ask(name: str, *arguments: str | Path, input: str | None = None) -> str:
     )
     assert said.returncode == 0, said.stdout
     return said.stdout
+
+
+# Servers -----------------------------------------------------------------------------------------
+
+
+def get(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=30) as response:
+        return json.load(response)
+
+
+def free_address() -> str:
+    """A URL on loopback that nobody serves."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return f"http://127.0.0.1:{probe.getsockname()[1]}"
+
+
+@contextmanager
+def server(command: list[str | Path], ready: str, log: Path) -> Iterator[None]:
+    """Runs one, from when it answers at `ready` on."""
+
+    def answers() -> bool:
+        assert process.poll() is None, log.read_text()
+        try:
+            with urllib.request.urlopen(ready, timeout=5):
+                return True
+        except OSError:
+            return False
+
+    with log.open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        wait_for(answers, 60, ready)
+        yield
+    finally:
+        process.terminate()
+        try:
+            process.wait(timeout=30)
+        finally:
+            process.kill()
+
+
+@dataclass(frozen=True)
+class Prometheus:
+    url: str
+
+    def query(self, expr: str, at: float | None = None) -> list[Series]:
+        asked = {"query": expr} | ({"time": f"{at}"} if at else {})
+        return self._ask("query", asked)
+
+    def query_range(self, expr: str, start: float, end: float, step: float = 1) -> list[Series]:
+        return self._ask("query_range", {"query": expr, "start": start, "end": end, "step": step})
+
+    def _ask(self, how: str, asked: dict[str, Any]) -> list[Series]:
+        answer = get(f"{self.url}/api/v1/{how}?{urllib.parse.urlencode(asked)}")
+        assert answer["status"] == "success", answer
+        data = answer["data"]
+        if data["resultType"] == "scalar":
+            return [({}, [_sample(data["result"])])]
+        return [
+            (row["metric"], [_sample(value) for value in row.get("values") or [row["value"]]])
+            for row in data["result"]
+        ]
+
+
+def _sample(pair: list[Any]) -> tuple[float, float]:
+    return float(pair[0]), float(pair[1])
+
+
+@contextmanager
+def prometheus(directory: Path, config: str, *flags: str) -> Iterator[Prometheus]:
+    """Runs one with this configuration; its files are in the directory."""
+    (directory / "prometheus.yml").write_text(config)
+    ask("promtool", "check", "config", directory / "prometheus.yml")
+    url = free_address()
+    command: list[str | Path] = [
+        tool("prometheus"),
+        f"--config.file={directory / 'prometheus.yml'}",
+        f"--storage.tsdb.path={directory / 'tsdb'}",
+        f"--web.listen-address={url.removeprefix('http://')}",
+        *flags,
+    ]
+    with server(command, f"{url}/-/ready", directory / "prometheus.log"):
+        yield Prometheus(url)

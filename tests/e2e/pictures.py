@@ -19,9 +19,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from alerts.settings import Settings
-from tests.e2e.stack import WINDOW, Series
+from tests.e2e.stack import WINDOW
 from tests.e2e.story import Story, story
 from tests.host.chromium import chromium
+from tests.monitoring import Series
 
 PICTURES = Path(__file__).parents[2] / "docs/pictures"
 ORANGE, BLUE, GREY, RED = "#e8590c", "#1971c2", "#868e96", "#c92a2a"

@@ -4,58 +4,25 @@
 from __future__ import annotations
 
 import json
-import socket
-import subprocess
 import threading
-import time
-import urllib.parse
-import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
 
 from alerts.__main__ import HERE, files
 from alerts.settings import Settings
-from tests import lab
-from tests.monitoring import tool
+from tests import lab, monitoring
+from tests.monitoring import Prometheus, free_address, get, server, tool
+from tests.waiting import wait_for
 
 SCRAPES = "1s"
 WINDOW = "10s"
 """Of rates: ten scrapes."""
-
-T = TypeVar("T")
-
-Series = tuple[dict[str, str], list[tuple[float, float]]]
-"""Labels, and (time, value)."""
-
-
-def wait_for(what: str, ask: Callable[[], T | None], seconds: float = 60) -> T:
-    """What `ask` says once it says anything."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        said = ask()
-        if said:
-            return said
-        time.sleep(0.2)
-    raise AssertionError(f"waited {seconds} s for {what}")
-
-
-def get(url: str) -> Any:
-    with urllib.request.urlopen(url, timeout=30) as response:
-        return json.load(response)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
 
 # Who is told -------------------------------------------------------------------------------------
 
@@ -104,29 +71,6 @@ def webhook() -> Iterator[Webhook]:
 # Servers -----------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _server(command: list[str | Path], ready: str, log: Path) -> Iterator[None]:
-    def answers() -> bool:
-        assert process.poll() is None, log.read_text()
-        try:
-            with urllib.request.urlopen(ready, timeout=5):
-                return True
-        except OSError:
-            return False
-
-    with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-    try:
-        wait_for(ready, answers)
-        yield
-    finally:
-        process.terminate()
-        try:
-            process.wait(timeout=30)
-        finally:
-            process.kill()
-
-
 @dataclass(frozen=True)
 class Alertmanager:
     url: str
@@ -146,7 +90,7 @@ def alertmanager(directory: Path, pager: Webhook) -> Iterator[Alertmanager]:
         (hook,) = receiver["webhook_configs"]
         hook["url"] = f"{pager.url}/{receiver['name']}"
     (directory / "alertmanager.yml").write_text(yaml.safe_dump(config))
-    url = f"http://127.0.0.1:{free_port()}"
+    url = free_address()
     # Its templates are where Debian installs them, and it looks nowhere else.
     share = tool("prometheus-alertmanager").parents[1] / "share"
     command: list[str | Path] = [
@@ -157,35 +101,8 @@ def alertmanager(directory: Path, pager: Webhook) -> Iterator[Alertmanager]:
         f"--web.listen-address={url.removeprefix('http://')}",
         "--cluster.listen-address=",
     ]
-    with _server(command, f"{url}/-/ready", directory / "alertmanager.log"):
+    with server(command, f"{url}/-/ready", directory / "alertmanager.log"):
         yield Alertmanager(url)
-
-
-@dataclass(frozen=True)
-class Prometheus:
-    url: str
-
-    def query(self, expr: str, at: float | None = None) -> list[Series]:
-        asked = {"query": expr} | ({"time": f"{at}"} if at else {})
-        return self._ask("query", asked)
-
-    def query_range(self, expr: str, start: float, end: float, step: float = 1) -> list[Series]:
-        return self._ask("query_range", {"query": expr, "start": start, "end": end, "step": step})
-
-    def _ask(self, how: str, asked: dict[str, Any]) -> list[Series]:
-        answer = get(f"{self.url}/api/v1/{how}?{urllib.parse.urlencode(asked)}")
-        assert answer["status"] == "success", answer
-        data = answer["data"]
-        if data["resultType"] == "scalar":
-            return [({}, [_sample(data["result"])])]
-        return [
-            (row["metric"], [_sample(value) for value in row.get("values") or [row["value"]]])
-            for row in data["result"]
-        ]
-
-
-def _sample(pair: list[Any]) -> tuple[float, float]:
-    return float(pair[0]), float(pair[1])
 
 
 @contextmanager
@@ -207,19 +124,13 @@ def prometheus(
             {"job_name": "writeback-exporter", "static_configs": [{"targets": [target]}]}
         ],
     }
-    (directory / "prometheus.yml").write_text(yaml.safe_dump(config))
-    url = f"http://127.0.0.1:{free_port()}"
-    command: list[str | Path] = [
-        tool("prometheus"),
-        f"--config.file={directory / 'prometheus.yml'}",
-        f"--storage.tsdb.path={directory / 'tsdb'}",
-        f"--web.listen-address={url.removeprefix('http://')}",
+    immediately = (
         "--rules.alert.resend-delay=1s",
         "--rules.alert.for-grace-period=0s",
         "--rules.alert.for-outage-tolerance=0s",
-    ]
-    with _server(command, f"{url}/-/ready", directory / "prometheus.log"):
-        yield Prometheus(url)
+    )
+    with monitoring.prometheus(directory, yaml.safe_dump(config), *immediately) as running:
+        yield running
 
 
 @dataclass(frozen=True)
@@ -240,6 +151,6 @@ def stack(directory: Path, *flags: str, mounts: Sequence[str] = ()) -> Iterator[
         manager = open_.enter_context(alertmanager(directory, hook))
         target = exporter.url.removeprefix("http://")
         rules = Settings(window=WINDOW, patience=0)
-        server = open_.enter_context(prometheus(directory, target, manager, rules))
-        wait_for("a scrape", lambda: server.query("up == 1"))
-        yield Stack(exporter, server, manager, hook)
+        scraper = open_.enter_context(prometheus(directory, target, manager, rules))
+        wait_for(lambda: scraper.query("up == 1"), 60, "a scrape")
+        yield Stack(exporter, scraper, manager, hook)

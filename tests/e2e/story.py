@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests import lab
-from tests.e2e.stack import Stack, stack, wait_for
+from tests.e2e.stack import Stack, stack
 from tests.sqpoll import rings
+from tests.waiting import wait_for
 from writeback_exporter.kernel.libbpf import enable_stats
 
 FLAGS = ("--collector.page_flow", "--collector.memory_stall", "--sync.tracepoints")
@@ -143,14 +144,14 @@ def story(directory: Path) -> Iterator[Story]:
         assert not paged(), "a throttled writer whose disk keeps up paged somebody"
         with frozen(lower_mount):
             stuck = time.time()
-            wait_for("the page", paged)
+            wait_for(paged, 60, "the page")
             at_page = time.time()
-            suppressed = wait_for("an alert that is held back", lambda: _suppressed(running))
+            suppressed = wait_for(lambda: _suppressed(running), 60, "that an alert is held back")
             time.sleep(5)
             relieved = time.time()
         writer.kill()
         writer.communicate()
-        wait_for("the end of the page", resolved)
+        wait_for(resolved, 60, "the end of the page")
         yield Story(
             stack=running,
             disk=disk,

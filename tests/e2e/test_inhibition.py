@@ -13,7 +13,8 @@ import pytest
 from alerts.alerts import Alert, alerts
 from alerts.records import Records
 from alerts.settings import Settings
-from tests.e2e.stack import alertmanager, wait_for, webhook
+from tests.e2e.stack import alertmanager, webhook
+from tests.waiting import wait_for
 
 HOST = {"job": "writeback-exporter", "bdi": "8:0", "cgroup": "/job", "device": "sda"}
 ALL = alerts(Settings(), Records(Settings()))
@@ -45,8 +46,9 @@ def states(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[bool]]:
         )
         urllib.request.urlopen(request, timeout=30).close()
         found = wait_for(
-            "all alerts",
             lambda: now if len(now := manager.alerts()) == len(told) else None,
+            60,
+            "that all alerts are there",
         )
     held = {
         json.dumps(alert["labels"], sort_keys=True): bool(alert["status"]["inhibitedBy"])

@@ -13,9 +13,10 @@ import pytest
 
 from dashboards.__main__ import files
 from tests import grafana, lab
-from tests.e2e.stack import WINDOW, Series
+from tests.e2e.stack import WINDOW
 from tests.e2e.story import Story
 from tests.grafana import panels, queries_of, with_values
+from tests.monitoring import Series
 from tests.promql import selectors
 
 BOARDS: dict[str, dict[str, Any]] = {

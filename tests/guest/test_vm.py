@@ -6,11 +6,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests.waiting import wait_for
 
 from . import vm
 from .kernels import Kernel
@@ -113,10 +113,3 @@ def test_killed(any_kernel: Kernel, temporary: Path, number: signal.Signals) -> 
     os.utime(stale, (0, 0))
     with vm._work_directory() as work:
         assert list(temporary.glob("writeback-guest.*")) == [work]
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 30) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.05)

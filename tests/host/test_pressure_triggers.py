@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests import lab
-from tests.psi import CONTENTION, WITHOUT_SYS_RESOURCE, totals, wait_for, witness
+from tests.psi import CONTENTION, WITHOUT_SYS_RESOURCE, totals, witness
+from tests.waiting import wait_for
 
 COLLECTORS = ("--no-collector.block_io", "--no-collector.dirty_throttle")
 

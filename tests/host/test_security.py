@@ -5,24 +5,19 @@ configuration for a real Prometheus."""
 from __future__ import annotations
 
 import base64
-import json
 import re
-import socket
 import ssl
-import subprocess
-import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests import lab
-from tests.monitoring import ask, tool
+from tests.monitoring import ask, prometheus
 from tests.unit import certificates
+from tests.waiting import wait_for
 
 DOCUMENT = (Path(__file__).parents[2] / "docs/security.md").read_text()
 WEB, SCRAPE = re.findall(r"^```yaml\n(.*?)^```$", DOCUMENT, re.MULTILINE | re.DOTALL)
@@ -38,43 +33,6 @@ def directory(tmp_path: Path) -> Path:
     (tmp_path / "password").write_text("secret")
     (tmp_path / "web.yml").write_text(WEB)
     return tmp_path
-
-
-@contextmanager
-def prometheus(directory: Path, target: str) -> Iterator[str]:
-    """Scrapes the target; its URL."""
-    config = SCRAPE.replace("localhost:10435", target)
-    assert config != SCRAPE
-    (directory / "prometheus.yml").write_text(
-        config + "global: {scrape_interval: 500ms, scrape_timeout: 400ms}\n"
-    )
-    ask("promtool", "check", "config", directory / "prometheus.yml")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    command: list[str | Path] = [
-        tool("prometheus"),
-        f"--config.file={directory / 'prometheus.yml'}",
-        f"--storage.tsdb.path={directory / 'tsdb'}",
-        f"--web.listen-address={address}",
-    ]
-    with (
-        (directory / "prometheus.log").open("w") as log,
-        subprocess.Popen(command, stderr=log) as process,
-    ):
-        try:
-            yield f"http://{address}"
-        finally:
-            process.terminate()
-
-
-def up(prometheus: str) -> list[str]:
-    """The values of `up`, none before the first scrape."""
-    try:
-        with urllib.request.urlopen(f"{prometheus}/api/v1/query?query=up", timeout=HANG) as answer:
-            found = json.load(answer)
-    except (urllib.error.URLError, ConnectionError):
-        return []
-    return [row["value"][1] for row in found["data"]["result"]]
 
 
 def test_document(directory: Path) -> None:
@@ -95,10 +53,9 @@ def test_document(directory: Path) -> None:
         )
         with urllib.request.urlopen(request, timeout=HANG, context=context) as answer:
             assert "writeback_exporter_build_info" in answer.read().decode()
-        with prometheus(directory, url.netloc) as scraper:
-            end = time.monotonic() + HANG
-            while up(scraper) != ["1"]:
-                log = (directory / "prometheus.log").read_text()
-                assert time.monotonic() < end, (exporter.log, log)
-                time.sleep(0.2)
+        config = SCRAPE.replace("localhost:10435", url.netloc)
+        assert config != SCRAPE
+        quick = "global: {scrape_interval: 500ms, scrape_timeout: 400ms}\n"
+        with prometheus(directory, config + quick) as scraper:
+            wait_for(lambda: scraper.query("up == 1"), HANG, "a scrape")
     assert not any("ERROR" in line or "Traceback" in line for line in exporter.log)

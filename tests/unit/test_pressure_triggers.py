@@ -20,6 +20,7 @@ import pytest
 
 from tests.unit.test_cgroups import MKDIR, RELEASE, RMDIR, V1, procfs, tree
 from tests.unit.test_pressure import CGROUP, HOST, available, host, psi, put, settings, v2_host
+from tests.waiting import wait_for
 from writeback_exporter.collector import Host
 from writeback_exporter.features import Feature, Refused
 from writeback_exporter.files import pressure_triggers as module
@@ -140,13 +141,6 @@ class Triggers:
             d for d, armed in self.collector._armed.items() if os.fsdecode(armed.path) == str(path)
         )
         self.collector._take(descriptor, select.EPOLLPRI)
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.01)
 
 
 def armed(number: int, refused: int = 0, over_limit: int = 0) -> dict[str, float]:

@@ -42,8 +42,8 @@ from tests.unit.test_server import (
     request,
     serving,
     snapshot,
-    until,
 )
+from tests.waiting import wait_for
 from writeback_exporter.web import gate
 from writeback_exporter.web.config import ConfigFile, RateLimit, WebConfig
 from writeback_exporter.web.gate import Busy, Passwords, RateLimiter
@@ -180,7 +180,7 @@ def test_deaf_reader_over_tls_is_given_up(config: Config) -> None:
     ):
         client.sendall(request())
         client.recv(1)
-        until(lambda: not server.connections and not server.answers)
+        wait_for(lambda: not server.connections and not server.answers)
 
 
 @pytest.mark.parametrize(
@@ -311,7 +311,7 @@ def test_clients_that_go_after_their_request(
             with secure(server, context) as client:
                 client.sendall(request())
                 client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        until(lambda: not server.connections and not server.answers)
+        wait_for(lambda: not server.connections and not server.answers)
         assert fetch(server, context).status == 200
     assert not caplog.records
 
@@ -321,7 +321,7 @@ def test_connection_that_is_closed_has_no_certificate(config: Config) -> None:
     with serving(config_file=config.tls(more)) as server:
         with secure(server, config.client(RIGHT)):
             (connection,) = server.connections
-        until(lambda: not server.connections)
+        wait_for(lambda: not server.connections)
         with pytest.raises(StreamClosedError):
             assert connection.allowed
 
@@ -353,7 +353,7 @@ def test_scrape_among_idle_half_open_and_plain_clients(config: Config) -> None:
             stack.enter_context(connect(server))
         for _ in range(10):
             stack.enter_context(connect(server)).sendall(CLIENT_HELLO)
-        until(lambda: len(server.connections) == 500)
+        wait_for(lambda: len(server.connections) == 500)
         plain = stack.enter_context(connect(server))
         plain.sendall(request())
         assert not read_all(plain).startswith(b"HTTP")
@@ -394,7 +394,7 @@ def test_clients_that_have_gone_before_they_are_served(config: Config) -> None:
                 client.sendall(said)
                 client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         assert fetch(server, config.client()).status == 200
-        until(lambda: not server.connections)
+        wait_for(lambda: not server.connections)
 
 
 @LEFT
@@ -414,9 +414,9 @@ def test_client_that_goes_while_it_is_accepted(
             with connect(server) as client:
                 client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             gone.set()
-            until(lambda: not server.connections)
+            wait_for(lambda: not server.connections)
         assert fetch(server, config.client()).status == 200
-        until(lambda: not server.connections)
+        wait_for(lambda: not server.connections)
 
 
 @pytest.fixture(scope="module")
@@ -455,7 +455,7 @@ def test_broken_handshakes_are_not_logged(config: Config, caplog: pytest.LogCapt
         with connect(server) as client:
             client.sendall(request())
             read_all(client)
-        until(lambda: not server.connections)
+        wait_for(lambda: not server.connections)
     assert not caplog.records
 
 
@@ -516,7 +516,7 @@ def test_look_that_hangs_stops_nobody(config: Config, monkeypatch: pytest.Monkey
             assert fetch(server, config.client()).status == 200
         assert len(looks) == 1
         go.set()
-        until(lambda: serial(server, config.client()) == new.serial)
+        wait_for(lambda: serial(server, config.client()) == new.serial)
 
 
 def test_server_ends_while_a_look_hangs(
@@ -560,7 +560,7 @@ def test_connections_of_before_are_closed_once_they_are_idle(config: Config) -> 
         secure(server, context) as busy,
     ):
         busy.sendall(request())
-        until(lambda: collect.begun == 1)
+        wait_for(lambda: collect.begun == 1)
         authority("another").write(config.directory, "ca2")
         config.tls(MUTUAL.replace("ca.pem", "ca2.pem"))
         with pytest.raises(REFUSED):
@@ -709,7 +709,7 @@ def test_checks_are_bounded_and_block_nobody(
             BACKGROUND.submit(fetch, server, None, Authorization=guess)
             for guess in (*guesses, guesses[0])
         ]
-        until(lambda: len(server.answers) == 4 and len(begun) == 1)
+        wait_for(lambda: len(server.answers) == 4 and len(begun) == 1)
         refused = fetch(server, None, Authorization=basic("alice", "one more"))
         assert (refused.status, refused.body) == (503, b"3 passwords are being checked already\n")
         assert refused.headers["Retry-After"] == "5"
@@ -733,10 +733,10 @@ def test_check_that_takes_long_is_answered_later(
         assert (late.status, late.body) == (503, b"the password was not checked within 0.2 s\n")
         with connect(server) as client:  # and one that does not wait for it
             client.sendall(request("/metrics", "1.1", f"Authorization: {ALICE}"))
-            until(lambda: len(server.answers) == 1)
-        until(lambda: not server.answers)
+            wait_for(lambda: len(server.answers) == 1)
+        wait_for(lambda: not server.answers)
         go.set()
-        until(lambda: fetch(server, None, Authorization=ALICE).status == 200)
+        wait_for(lambda: fetch(server, None, Authorization=ALICE).status == 200)
 
 
 def test_server_ends_while_passwords_are_checked(
@@ -756,7 +756,7 @@ def test_server_ends_while_passwords_are_checked(
     ):
         client.sendall(request("/metrics", "1.1", f"Authorization: {ALICE}"))
         second.sendall(request("/metrics", "1.1", f"Authorization: {basic('a', 'b')}"))
-        until(lambda: begun.is_set() and len(server.answers) == 2)
+        wait_for(lambda: begun.is_set() and len(server.answers) == 2)
     go.set()
     assert not caplog.records
 

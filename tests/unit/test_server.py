@@ -26,6 +26,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.waiting import wait_for
 from writeback_exporter.metrics import catalogue
 from writeback_exporter.metrics.exposition import HistogramFamily, HistogramRow, Snapshot, family
 from writeback_exporter.settings import telemetry_path
@@ -150,13 +151,6 @@ def talk(server: Server, data: bytes) -> bytes:
     with connect(server) as client:
         client.sendall(data)
         return read_all(client)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + HANG
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 BACKGROUND = ThreadPoolExecutor(8)
@@ -379,7 +373,7 @@ def test_rendering_that_fails_midway_breaks_the_connection(encoding: str) -> Non
 def test_rendering_that_fails_midway_breaks_the_connection_of_http_1_0_too() -> None:
     with serving(lambda: snapshot(2_000, fail_after=1_000)) as server, connect(server) as client:
         client.sendall(request("/metrics", "1.0"))
-        until(lambda: not server.connections)
+        wait_for(lambda: not server.connections)
         with pytest.raises(ConnectionResetError):
             read_until_closed(client)
 
@@ -408,11 +402,11 @@ def test_scrape_among_idle_slow_and_deaf_clients() -> None:
         half_deaf = stack.enter_context(connect(server))
         half_deaf.sendall(request())
         half_deaf.recv(1)
-        until(lambda: len(server.connections) == 53)
+        wait_for(lambda: len(server.connections) == 53)
         small = "/metrics?name[]=writeback_dirty_throttled_tasks"
         for target in ("/-/healthy", small, "/metrics", "/"):
             assert fetch(server, target, headers={"Accept-Encoding": "gzip"}).status == 200
-        until(lambda: len(server.answers) == 2)  # the deaf ones are not given up yet
+        wait_for(lambda: len(server.answers) == 2)  # the deaf ones are not given up yet
         stop.set()
         dribbler.join(HANG)
 
@@ -441,20 +435,20 @@ def test_reader_that_does_not_read_is_given_up(said: bytes) -> None:
         with contextlib.suppress(TimeoutError, ConnectionError):
             client.sendall(said)
             client.recv(1)
-        until(lambda: not server.connections and not server.answers)
+        wait_for(lambda: not server.connections and not server.answers)
 
 
 def test_connections_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(serving(limits=Limits(connections=3)))
         clients = [stack.enter_context(connect(server)) for _ in range(3)]
-        until(lambda: len(server.connections) == 3)
+        wait_for(lambda: len(server.connections) == 3)
         for _ in range(5):
             assert talk(server, b"") == b""
         clients[0].sendall(request("/-/healthy"))
         assert clients[0].recv(4096).startswith(b"HTTP/1.1 200")
         clients[1].close()
-        until(lambda: len(server.connections) == 2)
+        wait_for(lambda: len(server.connections) == 2)
         assert fetch(server).status == 200
     complaints = [record.getMessage() for record in caplog.records]
     assert complaints == ["3 connections are open: closing new ones"]
@@ -535,7 +529,7 @@ def test_collections_take_turns_and_waiting_ones_are_bounded() -> None:
     collect = Collector()
     with serving(collect, Limits(scrapes=3)) as server:
         scrapes = [BACKGROUND.submit(fetch, server) for _ in range(3)]
-        until(lambda: len(server.answers) == 3 and collect.begun == 1)
+        wait_for(lambda: len(server.answers) == 3 and collect.begun == 1)
         refused = fetch(server)
         assert refused.status == 503
         assert refused.headers["Retry-After"] == "5"
@@ -551,7 +545,7 @@ def test_scrape_is_not_collected_once_its_time_is_over() -> None:
     collect = Collector()
     with serving(collect) as server:
         first = BACKGROUND.submit(fetch, server)
-        until(lambda: collect.begun == 1)
+        wait_for(lambda: collect.begun == 1)
         late = fetch(server, headers={"X-Prometheus-Scrape-Timeout-Seconds": "0.2"})
         assert (late.status, late.body) == (503, b"not collected within 0.2 s\n")
         collect.go.set()
@@ -580,11 +574,11 @@ def test_scrape_is_not_collected_once_its_client_has_gone() -> None:
     collect = Collector()
     with serving(collect) as server:
         first = BACKGROUND.submit(fetch, server)
-        until(lambda: collect.begun == 1)
+        wait_for(lambda: collect.begun == 1)
         with connect(server) as client:
             client.sendall(request())
-            until(lambda: len(server.answers) == 2)
-        until(lambda: len(server.answers) == 1)
+            wait_for(lambda: len(server.answers) == 2)
+        wait_for(lambda: len(server.answers) == 1)
         collect.go.set()
         assert first.result(HANG).status == 200
     assert collect.begun == 1
@@ -601,7 +595,7 @@ def test_rendering_stops_once_the_client_has_gone() -> None:
         with connect(server) as client:
             client.sendall(request())
             client.recv(1)
-        until(lambda: not server.answers)
+        wait_for(lambda: not server.answers)
         seen = rows
         time.sleep(0.1)
         assert rows - seen < 1000  # at most the chunk that was being rendered
@@ -628,7 +622,7 @@ def test_status_page_is_made_once_for_all_who_wait() -> None:
     page = Page()
     with serving(status=page) as server:
         views = [BACKGROUND.submit(fetch, server, "/") for _ in range(5)]
-        until(lambda: len(server.answers) == 5)
+        wait_for(lambda: len(server.answers) == 5)
         page.go.set()
         assert {view.result(HANG).body for view in views} == {b"page 1"}
 
@@ -647,7 +641,7 @@ def test_status_page_takes_its_turn_among_collections() -> None:
     page.go.set()
     with serving(collect, status=page, limits=Limits(status=0.3)) as server:
         scrape = BACKGROUND.submit(fetch, server)
-        until(lambda: collect.begun == 1)
+        wait_for(lambda: collect.begun == 1)
         refused = fetch(server, "/")
         assert (refused.status, refused.body) == (503, b"no status page within 0.3 s\n")
         assert refused.headers["Retry-After"] == "5"
@@ -655,7 +649,7 @@ def test_status_page_takes_its_turn_among_collections() -> None:
         assert page.begun == 0
         collect.go.set()
         assert scrape.result(HANG).status == 200
-        until(lambda: page.begun == 1)
+        wait_for(lambda: page.begun == 1)
         assert fetch(server, "/").body == b"page 1", "the views before have asked for one"
 
 
@@ -669,7 +663,7 @@ def test_last_status_page_is_sent_where_the_next_one_takes_too_long() -> None:
             assert fetch(server, "/").body == b"page 1"
         assert page.begun == 2
         page.go.set()
-        until(lambda: fetch(server, "/").body != b"page 1")
+        wait_for(lambda: fetch(server, "/").body != b"page 1")
 
 
 def test_status_page_is_made_also_when_its_client_has_gone() -> None:
@@ -677,8 +671,8 @@ def test_status_page_is_made_also_when_its_client_has_gone() -> None:
     with serving(status=page) as server:
         with connect(server) as client:
             client.sendall(request("/"))
-            until(lambda: page.begun == 1)
-        until(lambda: not server.answers)
+            wait_for(lambda: page.begun == 1)
+        wait_for(lambda: not server.answers)
         page.go.set()
         assert fetch(server, "/").body == b"page 1"
 
@@ -781,9 +775,9 @@ def test_response_in_progress_ends_before_the_server_does() -> None:
     collect = Collector()
     with serving(collect) as server:
         scrape = BACKGROUND.submit(fetch, server)
-        until(lambda: collect.begun == 1)
+        wait_for(lambda: collect.begun == 1)
         server.stop()
-        until(lambda: not server.addresses)
+        wait_for(lambda: not server.addresses)
         collect.go.set()
         assert scrape.result(HANG).status == 200
 
@@ -794,7 +788,7 @@ def test_response_that_does_not_end_is_not_waited_for_long(target: str) -> None:
     limits = Limits(shutdown=0.2)
     with serving(collect, limits, status=page) as server, connect(server) as client:
         client.sendall(request(target))
-        until(lambda: collect.begun + page.begun == 1)
+        wait_for(lambda: collect.begun + page.begun == 1)
         server.stop()
         assert read_all(client) == b""
         collect.go.set()

@@ -5,8 +5,7 @@ writer's own clock, and against what the limit's rate demands."""
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from tests import lab
 from tests.guest.inside.kernel import Call, Calls, dirty_limits
 from tests.guest.inside.test_main_signals import FAST, MIB, SLOW
 from tests.lab import BUFFERED_WRITER, DIRECT_READER, DIRECT_WRITER, Cgroup, Disk, Scrape
+from tests.waiting import wait_for
 from writeback_exporter.exporter import Exporter
 from writeback_exporter.metrics.exposition import negotiate, render
 from writeback_exporter.settings import Settings
@@ -89,13 +89,6 @@ class Seen:
 
 def see(exporter: Exporter) -> Seen:
     return Seen(Scrape(b"".join(render(exporter.collect(), negotiate(""))).decode()))
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.05)
 
 
 THROTTLE = ("throtl_add_bio_tg", "blk_throtl_dispatch_work_fn")
@@ -184,7 +177,7 @@ def inner(above: Cgroup) -> Iterator[Cgroup]:
     try:
         yield group
     finally:
-        until(lambda: not (group.directory / "cgroup.procs").read_text())
+        wait_for(lambda: not (group.directory / "cgroup.procs").read_text())
         group.directory.rmdir()
 
 
@@ -224,7 +217,7 @@ def test_a_limit_that_is_lifted(exporter: Exporter) -> None:
         with Calls(*THROTTLE) as calls:
             # 16 s a write.
             writer = lab.spawn_in([group], TIMED_WRITER, FAST.path, SIZE, 4, 0)
-            until(lambda: see(exporter).held == 1)
+            wait_for(lambda: see(exporter).held == 1)
             io_max(group, wbps="max")
             output, _ = writer.communicate(timeout=60)
         assert writer.returncode == 0
@@ -241,7 +234,7 @@ def test_a_cgroup_that_is_removed(exporter: Exporter, tmp_path: Path) -> None:
         with limited("removed", wbps=RATE // 4) as group, Calls(*THROTTLE) as calls:
             lab.run_in([group], BUFFERED_WRITER, mount / "file", MIB // 2)
             sync = lab.spawn_in([], "os.sync()")
-            until(lambda: see(exporter).held > 0)
+            wait_for(lambda: see(exporter).held > 0)
             group.directory.rmdir()
             sync.communicate(timeout=60)
             group.directory.mkdir()  # for those who clean up
@@ -465,7 +458,7 @@ def test_io_latency_that_holds_nothing(exporter: Exporter) -> None:
         assert qos_runs(seen, before) == [calls.count("rq_qos_wait", "")] * 2
         assert calls.count("rq_qos_wait", "") == 200
         target.write_text(f"{FAST.dev} target=max")
-        until(lambda: not runs_of_a_write(exporter, group))
+        wait_for(lambda: not runs_of_a_write(exporter, group))
         before = see(exporter)
         lab.run_in([group], DIRECT_WRITER, FAST.path, 4096, 100, 0)
         lab.run_in([group], DIRECT_READER, FAST.path, 4096, 100, 0)

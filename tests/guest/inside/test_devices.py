@@ -9,8 +9,7 @@ import os
 import re
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import pytest
 
 from tests import lab
 from tests.lab import BUFFERED_WRITER, DIRECT_READER, DIRECT_WRITER, Disk
+from tests.waiting import wait_for
 
 from . import fuse
 from .kernel import dirty_limits, ftrace
@@ -244,11 +244,11 @@ def test_a_disk_whose_attributes_hang(tmp_path: Path) -> None:
 
         with served.stopped():
             flush = start("os.fsync(os.open(sys.argv[1], os.O_RDWR))", disk.path)
-            until(lambda: sleeps(flush))
+            wait_for(lambda: sleeps(flush))
             switch = start("open(sys.argv[1], 'w').write(sys.argv[2])", f"{queue}/scheduler", other)
-            until(lambda: sleeps(switch))
+            wait_for(lambda: sleeps(switch))
             reader = start("open(sys.argv[1]).read()", f"{queue}/scheduler")
-            until(lambda: reader.poll() is not None or sleeps(reader))
+            wait_for(lambda: reader.poll() is not None or sleeps(reader))
             with mapped(FAST) as volume:  # with a new disk all attributes are read again
                 for _ in range(2):
                     # Its time limit is 30 s, and what it would wait for comes after them.
@@ -261,13 +261,6 @@ def test_a_disk_whose_attributes_hang(tmp_path: Path) -> None:
             assert process.wait(30) == 0
         print(f"reading a queue's attribute {'hangs' if hangs else 'does not hang'} here")
         lab.sh("losetup", "--detach", disk.path)
-
-
-def until(happened: Callable[[], bool]) -> None:
-    ends = time.monotonic() + 30
-    while not happened():
-        assert time.monotonic() < ends, "it did not happen"
-        time.sleep(0.05)
 
 
 def sleeps(process: subprocess.Popen[bytes]) -> bool:

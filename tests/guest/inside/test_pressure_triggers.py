@@ -9,7 +9,8 @@ from pathlib import Path
 
 from tests import lab
 from tests.lab import DIRECT_WRITER
-from tests.psi import CONTENTION, WITHOUT_SYS_RESOURCE, wait_for, witness
+from tests.psi import CONTENTION, WITHOUT_SYS_RESOURCE, witness
+from tests.waiting import wait_for
 
 from .test_main_signals import MIB, SLOW
 
