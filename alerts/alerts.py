@@ -61,6 +61,7 @@ def _worst(series: Series, *same: str) -> str:
 
 
 def _throttling(s: Settings, r: Records) -> list[Alert]:
+    slowed = f"{r.bdi_written} < {s.slowed_ratio} * {r.bdi_written_best}"
     return [
         Alert(
             "WritebackCongestion",
@@ -69,7 +70,7 @@ def _throttling(s: Settings, r: Records) -> list[Alert]:
             f"and max_over_time({r.bdi_freerun}[{s.window}]) > 1\n"
             f"and (\n"
             f"  {r.bdi_drain} > {s.drain_seconds}\n"
-            f"  and {r.bdi_written} < {s.slowed_ratio} * {r.bdi_written_best}\n"
+            f"  and {slowed}\n"
             f"  or {r.bdi_drain} > {s.drain_limit}\n"
             f")",
             CRITICAL,
@@ -89,7 +90,7 @@ def _throttling(s: Settings, r: Records) -> list[Alert]:
             f"and on ({HOST}, bdi) (\n"
             f"  {r.bdi_own_limit} > 0.5\n"
             f"  or {r.bdi_drain} > {s.drain_seconds}\n"
-            f"  or {r.bdi_written} < {s.slowed_ratio} * {r.bdi_written_best}\n"
+            f"  or {slowed}\n"
             f")",
             WARNING,
             "{{ $labels.cgroup }} on {{ $labels.instance }} is throttled for its dirty pages",

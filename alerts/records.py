@@ -29,6 +29,11 @@ def _by_cgroup(where: Where) -> str:
     return f"and on ({HOST}) {where(known)} == 1"
 
 
+def host_dirty(where: Where = everywhere) -> str:
+    """What counts against the host's limits, in bytes."""
+    return f"{where(gauge(c.HOST_DIRTY_BYTES))} + {where(gauge(c.HOST_WRITEBACK_BYTES))}"
+
+
 def bdi_dirty(where: Where = everywhere) -> str:
     """A BDI's backlog in bytes; without debugfs that of the cgroup that was throttled last."""
     reclaimable, writeback = (
@@ -124,17 +129,13 @@ class Records:
         )
 
         # Dirty memory of the host.
-        self.node_dirty = self._add(
-            "node:dirty_bytes",
-            (),
-            f"{gauge(c.HOST_DIRTY_BYTES)} + {gauge(c.HOST_WRITEBACK_BYTES)}",
-        )
+        self.node_dirty = self._add("node:dirty_bytes", (), host_dirty())
         self.node_dirty_rise = self._add(
             "node:dirty_rise_bytes",
             (),
             f"{self.node_dirty} - min_over_time({self.node_dirty}[10m])",
         )
-        self.node_kswapd = self._add(
+        self._add(
             "node:pgsteal_kswapd_rate",
             (),
             "sum without (by) (rate("
@@ -155,22 +156,8 @@ class Records:
             + "\nor "
             + _slower(c.BLOCK_IO_DEVICE_SECONDS, settings.slow_write_seconds, 'op="write"', w),
         )
-        for stage, metric in (
-            ("device", c.BLOCK_IO_DEVICE_SECONDS),
-            ("queue", c.BLOCK_IO_QUEUE_SECONDS),
-        ):
-            name = f"block_io_{stage}_seconds_p99"
-            slots = f"rate({buckets(metric)}[{w}])"
-            self._add(
-                f"device:{name}",
-                ("device", "op"),
-                f"histogram_quantile(0.99, sum without (cgroup) ({slots}))",
-            )
-            self._add(
-                f"cgroup:{name}", ("cgroup", "device", "op"), f"histogram_quantile(0.99, {slots})"
-            )
-        self.cgroup_device_p99 = self._named("cgroup:block_io_device_seconds_p99")
-        self.cgroup_queue_p99 = self._named("cgroup:block_io_queue_seconds_p99")
+        self.cgroup_device_p99 = self._p99("device", c.BLOCK_IO_DEVICE_SECONDS, w)
+        self.cgroup_queue_p99 = self._p99("queue", c.BLOCK_IO_QUEUE_SECONDS, w)
         written = sums(c.BLOCK_IO_SIZE_BYTES).where('op="write"')
         writes = counts(c.BLOCK_IO_SIZE_BYTES).where('op="write"')
         self.cgroup_written = self._add(
@@ -199,22 +186,11 @@ class Records:
         )
 
         # Pressure: shares of time.
-        for name, resource in (("mem", "memory"), ("io", "io")):
-            for kind, metric in (
-                ("some", c.PRESSURE_WAITING_SECONDS),
-                ("full", c.PRESSURE_STALLED_SECONDS),
-            ):
-                of_resource = counter(metric).where(f'resource="{resource}"')
-                self._add(
-                    f"cgroup:{name}_pressure_{kind}_rate",
-                    ("cgroup",),
-                    f"sum without (resource) (rate({of_resource}[{w}]))",
-                )
-
-        self.io_some = self._named("cgroup:io_pressure_some_rate")
-        self.memory_some = self._named("cgroup:mem_pressure_some_rate")
-        self.io_full = self._named("cgroup:io_pressure_full_rate")
-        self.memory_full = self._named("cgroup:mem_pressure_full_rate")
+        some, full = c.PRESSURE_WAITING_SECONDS, c.PRESSURE_STALLED_SECONDS
+        self.memory_some = self._pressure("mem_pressure_some", some, "memory", w)
+        self.memory_full = self._pressure("mem_pressure_full", full, "memory", w)
+        self.io_some = self._pressure("io_pressure_some", some, "io", w)
+        self.io_full = self._pressure("io_pressure_full", full, "io", w)
 
         # A cgroup and its memory limit; what is not written yet cannot be dropped.
         limit = gauge(c.CGROUP_MEMORY_LIMIT_BYTES).where('limit="max"')
@@ -255,8 +231,18 @@ class Records:
             f"/ rate({counter(c.IO_URING_SQ_SECONDS)}[{w}])",
         )
 
-    def _named(self, name: str) -> Series:
-        return {record.series.name: record.series for record in self.all}[name]
+    def _p99(self, stage: str, metric: Metric, window: str) -> Series:
+        """By disk, and by owner, which it returns."""
+        name, slots = f"block_io_{stage}_seconds_p99", f"rate({buckets(metric)}[{window}])"
+        of_all = f"histogram_quantile(0.99, sum without (cgroup) ({slots}))"
+        self._add(f"device:{name}", ("device", "op"), of_all)
+        of_each = f"histogram_quantile(0.99, {slots})"
+        return self._add(f"cgroup:{name}", ("cgroup", "device", "op"), of_each)
+
+    def _pressure(self, name: str, metric: Metric, resource: str, window: str) -> Series:
+        waited = counter(metric).where(f'resource="{resource}"')
+        expr = f"sum without (resource) (rate({waited}[{window}]))"
+        return self._add(f"cgroup:{name}_rate", ("cgroup",), expr)
 
     def _add(self, name: str, labels: tuple[str, ...], expr: str) -> Series:
         series = Series(name, labels)

@@ -7,6 +7,7 @@ from grafanalib.core import Templating
 
 from alerts.promql import HOST, Series, buckets, counter, gauge, sums
 from dashboards.grafana import (
+    TO_NODE,
     Dashboard,
     Graph,
     Panel,
@@ -15,7 +16,6 @@ from dashboards.grafana import (
     link,
     max_by,
     quantile,
-    queries,
     rate,
     sum_by,
     table,
@@ -64,30 +64,26 @@ def _cost() -> list[Panel | Row]:
             "sync calls are its latency. Waits for pages are part of sync calls, and of writers "
             "that change a page again.",
             unit="none",
-            targets=queries(
-                [
-                    (
-                        sum_by(["cgroup"], rate(series, TREE)),
-                        f"{what} {{{{cgroup}}}} {{{{instance}}}}",
-                    )
-                    for what, series in per_stage
-                ]
-            ),
+            targets=[
+                (
+                    sum_by(["cgroup"], rate(series, TREE)),
+                    f"{what} {{{{cgroup}}}} {{{{instance}}}}",
+                )
+                for what, series in per_stage
+            ],
         ),
         Graph(
             title="Throttled, by BDI",
             description="Where it writes when it is throttled. The node dashboard tells which "
             "limit decides for that BDI.",
             unit="none",
-            see=link("writeback-node"),
-            targets=queries(
-                [
-                    (
-                        sum_by(["cgroup", "bdi"], rate(sums(c.DIRTY_THROTTLE_SECONDS), TREE)),
-                        "{{bdi}} {{cgroup}} {{instance}}",
-                    )
-                ]
-            ),
+            see=TO_NODE,
+            targets=[
+                (
+                    sum_by(["cgroup", "bdi"], rate(sums(c.DIRTY_THROTTLE_SECONDS), TREE)),
+                    "{{bdi}} {{cgroup}} {{instance}}",
+                )
+            ],
         ),
         Graph(
             title="Pressure",
@@ -95,28 +91,26 @@ def _cost() -> list[Panel | Row]:
             "for comparison some task of the host. Where only the cgroup waits it is its own "
             "limit, where the host does too it is contention.",
             unit="percentunit",
-            targets=queries(
-                [
-                    (
-                        sum_by(
-                            ["cgroup", "resource"],
-                            rate(counter(c.PRESSURE_WAITING_SECONDS), ITSELF),
-                        ),
-                        "some wait for {{resource}} {{cgroup}} {{instance}}",
+            targets=[
+                (
+                    sum_by(
+                        ["cgroup", "resource"],
+                        rate(counter(c.PRESSURE_WAITING_SECONDS), ITSELF),
                     ),
-                    (
-                        sum_by(
-                            ["cgroup", "resource"],
-                            rate(counter(c.PRESSURE_STALLED_SECONDS), ITSELF),
-                        ),
-                        "all wait for {{resource}} {{cgroup}} {{instance}}",
+                    "some wait for {{resource}} {{cgroup}} {{instance}}",
+                ),
+                (
+                    sum_by(
+                        ["cgroup", "resource"],
+                        rate(counter(c.PRESSURE_STALLED_SECONDS), ITSELF),
                     ),
-                    (
-                        sum_by(["resource"], rate(counter(c.PRESSURE_WAITING_SECONDS), ROOT)),
-                        "some of the host wait for {{resource}} {{instance}}",
-                    ),
-                ]
-            ),
+                    "all wait for {{resource}} {{cgroup}} {{instance}}",
+                ),
+                (
+                    sum_by(["resource"], rate(counter(c.PRESSURE_WAITING_SECONDS), ROOT)),
+                    "some of the host wait for {{resource}} {{instance}}",
+                ),
+            ],
         ),
         Graph(
             title="Oldest sync call that is open",
@@ -124,14 +118,12 @@ def _cost() -> list[Panel | Row]:
             "alert SyncCallStuck.",
             unit="s",
             see=link("writeback-checkpoint", "cgroup"),
-            targets=queries(
-                [
-                    (
-                        max_by(["cgroup", "call"], here(gauge(c.SYNC_OPEN_SECONDS), TREE)),
-                        "{{call}} {{cgroup}} {{instance}}",
-                    )
-                ]
-            ),
+            targets=[
+                (
+                    max_by(["cgroup", "call"], here(gauge(c.SYNC_OPEN_SECONDS), TREE)),
+                    "{{call}} {{cgroup}} {{instance}}",
+                )
+            ],
         ),
     ]
 
@@ -159,15 +151,13 @@ def _latency() -> list[Panel | Row]:
                 description=description,
                 unit="s",
                 log=True,
-                targets=queries(
-                    [
-                        (
-                            quantile(q, buckets(metric), ["device", "op"], TREE, ON_DEVICE),
-                            f"p{q * 100:g} {{{{device}}}} {{{{op}}}} {{{{instance}}}}",
-                        )
-                        for q in (0.5, 0.99, 0.999)
-                    ]
-                ),
+                targets=[
+                    (
+                        quantile(q, buckets(metric), ["device", "op"], TREE, ON_DEVICE),
+                        f"p{q * 100:g} {{{{device}}}} {{{{op}}}} {{{{instance}}}}",
+                    )
+                    for q in (0.5, 0.99, 0.999)
+                ],
             )
             for stage, metric, description in stages
         ),
@@ -176,15 +166,13 @@ def _latency() -> list[Panel | Row]:
             description="What a database commit or a checkpoint waits for.",
             unit="s",
             log=True,
-            targets=queries(
-                [
-                    (
-                        quantile(q, buckets(c.SYNC_SECONDS), ["call"], TREE),
-                        f"p{q * 100:g} {{{{call}}}} {{{{instance}}}}",
-                    )
-                    for q in (0.5, 0.99, 0.999)
-                ]
-            ),
+            targets=[
+                (
+                    quantile(q, buckets(c.SYNC_SECONDS), ["call"], TREE),
+                    f"p{q * 100:g} {{{{call}}}} {{{{instance}}}}",
+                )
+                for q in (0.5, 0.99, 0.999)
+            ],
         ),
         Graph(
             title="Stalls for memory, p99",
@@ -192,14 +180,12 @@ def _latency() -> list[Panel | Row]:
             "--collector.memory_stall.",
             unit="s",
             log=True,
-            targets=queries(
-                [
-                    (
-                        quantile(0.99, buckets(c.MEMORY_STALL_SECONDS), ["cgroup"], TREE),
-                        "{{cgroup}} {{instance}}",
-                    )
-                ]
-            ),
+            targets=[
+                (
+                    quantile(0.99, buckets(c.MEMORY_STALL_SECONDS), ["cgroup"], TREE),
+                    "{{cgroup}} {{instance}}",
+                )
+            ],
         ),
     ]
 
@@ -226,34 +212,30 @@ def _limits() -> list[Panel | Row]:
             "limit with much of it dirty: the OOM killer may come, see alert CgroupOOMRisk. Its "
             "dirty pages are limited by this limit too (domain memcg on the node dashboard).",
             unit="bytes",
-            targets=queries(
-                [
-                    (str(of_cgroup(c.CGROUP_MEMORY_BYTES)), "used {{cgroup}} {{instance}}"),
-                    (str(of_cgroup(c.CGROUP_DIRTY_BYTES)), "dirty {{cgroup}} {{instance}}"),
-                    (str(of_cgroup(c.CGROUP_WRITEBACK_BYTES)), "writeback {{cgroup}} {{instance}}"),
-                    (
-                        str(of_cgroup(c.CGROUP_MEMORY_LIMIT_BYTES)),
-                        "limit {{limit}} {{cgroup}} {{instance}}",
-                    ),
-                ]
-            ),
+            targets=[
+                (str(of_cgroup(c.CGROUP_MEMORY_BYTES)), "used {{cgroup}} {{instance}}"),
+                (str(of_cgroup(c.CGROUP_DIRTY_BYTES)), "dirty {{cgroup}} {{instance}}"),
+                (str(of_cgroup(c.CGROUP_WRITEBACK_BYTES)), "writeback {{cgroup}} {{instance}}"),
+                (
+                    str(of_cgroup(c.CGROUP_MEMORY_LIMIT_BYTES)),
+                    "limit {{limit}} {{cgroup}} {{instance}}",
+                ),
+            ],
         ),
         Graph(
             title="IO held back by its limits",
             description="Seconds per second. max is its io.max; qos is io.latency, iocost or wbt, "
             "which share the disk among cgroups. Nothing here and slow all the same: contention.",
             unit="none",
-            targets=queries(
-                [
-                    (
-                        sum_by(
-                            ["cgroup", "device", "limit"],
-                            rate(sums(c.BLOCK_IO_LIMIT_SECONDS), TREE, ON_DEVICE),
-                        ),
-                        "{{limit}} {{device}} {{cgroup}} {{instance}}",
-                    )
-                ]
-            ),
+            targets=[
+                (
+                    sum_by(
+                        ["cgroup", "device", "limit"],
+                        rate(sums(c.BLOCK_IO_LIMIT_SECONDS), TREE, ON_DEVICE),
+                    ),
+                    "{{limit}} {{device}} {{cgroup}} {{instance}}",
+                )
+            ],
         ),
         Graph(
             title="Bytes: allowed by io.max, used",
@@ -261,13 +243,13 @@ def _limits() -> list[Panel | Row]:
             "used does not apply: limits are of the disk on which they are set, not of what lies "
             "below.",
             unit="Bps",
-            targets=queries(pair(c.CGROUP_IO_MAX_BYTES, counter(c.CGROUP_IO_BYTES))),
+            targets=pair(c.CGROUP_IO_MAX_BYTES, counter(c.CGROUP_IO_BYTES)),
         ),
         Graph(
             title="Operations: allowed by io.max, used",
             description="As for bytes: a limit of small requests, not of throughput.",
             unit="iops",
-            targets=queries(pair(c.CGROUP_IO_MAX_OPERATIONS, counter(c.CGROUP_IO_OPERATIONS))),
+            targets=pair(c.CGROUP_IO_MAX_OPERATIONS, counter(c.CGROUP_IO_OPERATIONS)),
         ),
         Graph(
             title="Latency that io.latency promises, and p90",
@@ -275,73 +257,65 @@ def _limits() -> list[Panel | Row]:
             "rotational disks at their mean), and if not holds siblings with a larger target back.",
             unit="s",
             log=True,
-            targets=queries(
-                [
-                    (
-                        str(of_cgroup(c.CGROUP_IO_LATENCY_TARGET_SECONDS, ON_DEVICE)),
-                        "target {{device}} {{cgroup}} {{instance}}",
+            targets=[
+                (
+                    str(of_cgroup(c.CGROUP_IO_LATENCY_TARGET_SECONDS, ON_DEVICE)),
+                    "target {{device}} {{cgroup}} {{instance}}",
+                ),
+                (
+                    quantile(
+                        0.9,
+                        buckets(c.BLOCK_IO_DEVICE_SECONDS),
+                        ["cgroup", "device"],
+                        TREE,
+                        ON_DEVICE,
                     ),
-                    (
-                        quantile(
-                            0.9,
-                            buckets(c.BLOCK_IO_DEVICE_SECONDS),
-                            ["cgroup", "device"],
-                            TREE,
-                            ON_DEVICE,
-                        ),
-                        "p90 {{device}} {{cgroup}} {{instance}}",
-                    ),
-                ]
-            ),
+                    "p90 {{device}} {{cgroup}} {{instance}}",
+                ),
+            ],
         ),
         Graph(
             title="Weight of its IO",
             description="Among its siblings, where iocost or bfq heeds it. Twice the weight is "
             "twice the time of the disk, while both want it.",
             unit="none",
-            targets=queries(
-                [
-                    (
-                        str(of_cgroup(c.CGROUP_IO_WEIGHT)),
-                        "{{policy}} {{device}} {{cgroup}} {{instance}}",
-                    )
-                ]
-            ),
+            targets=[
+                (
+                    str(of_cgroup(c.CGROUP_IO_WEIGHT)),
+                    "{{policy}} {{device}} {{cgroup}} {{instance}}",
+                )
+            ],
         ),
         Graph(
             title="Times that it met a limit of its memory",
             description="max: reclaim at its own limit, again and again: it is its limit that "
             "makes it wait. high: tasks are slowed down on purpose. oom_kill: somebody was killed.",
             unit="ops",
-            targets=queries(
-                [
-                    (
-                        sum_by(["cgroup", "event"], rate(counter(c.CGROUP_MEMORY_EVENTS), ITSELF)),
-                        "{{event}} {{cgroup}} {{instance}}",
-                    )
-                ]
-            ),
+            targets=[
+                (
+                    sum_by(["cgroup", "event"], rate(counter(c.CGROUP_MEMORY_EVENTS), ITSELF)),
+                    "{{event}} {{cgroup}} {{instance}}",
+                )
+            ],
         ),
         Graph(
             title="iocost: device time charged, and rate of the device",
             description="The device's rate below 1 means that iocost holds all of its users back "
             "to meet its latency; at the least that io.cost.qos allows see alert IocostVrateFloor.",
             unit="none",
-            targets=queries(
-                [
-                    (
-                        sum_by(
-                            ["cgroup", "device"],
-                            rate(counter(c.IOCOST_USAGE_SECONDS), ITSELF, ON_DEVICE),
-                        ),
-                        "charged {{device}} {{cgroup}} {{instance}}",
+            targets=[
+                (
+                    sum_by(
+                        ["cgroup", "device"],
+                        rate(counter(c.IOCOST_USAGE_SECONDS), ITSELF, ON_DEVICE),
                     ),
-                    (
-                        str(here(gauge(c.IOCOST_VRATE_RATIO), ON_DEVICE)),
-                        "rate of {{device}} {{instance}}",
-                    ),
-                ]
-            ),
+                    "charged {{device}} {{cgroup}} {{instance}}",
+                ),
+                (
+                    str(here(gauge(c.IOCOST_VRATE_RATIO), ON_DEVICE)),
+                    "rate of {{device}} {{instance}}",
+                ),
+            ],
         ),
     ]
 
@@ -358,63 +332,55 @@ def _neighbours() -> list[Panel | Row]:
             description="Who else uses the disks that it uses. One that rises when this one's "
             "latency does is the cause: give it an io.max, or this one a weight.",
             unit="Bps",
-            targets=queries(
-                [
-                    (
-                        top(f"{others} and on ({HOST}, device) {mine}"),
-                        "{{device}} {{cgroup}} {{instance}}",
-                    )
-                ]
-            ),
+            targets=[
+                (
+                    top(f"{others} and on ({HOST}, device) {mine}"),
+                    "{{device}} {{cgroup}} {{instance}}",
+                )
+            ],
         ),
         Graph(
             title="Bytes to its disks, by itself",
             description="Its own IO, buffered writeback included.",
             unit="Bps",
-            targets=queries(
-                [
-                    (
-                        sum_by(["cgroup", "device", "op"], rate(size, TREE, ON_DEVICE)),
-                        "{{op}} {{device}} {{cgroup}} {{instance}}",
-                    )
-                ]
-            ),
+            targets=[
+                (
+                    sum_by(["cgroup", "device", "op"], rate(size, TREE, ON_DEVICE)),
+                    "{{op}} {{device}} {{cgroup}} {{instance}}",
+                )
+            ],
         ),
         Graph(
             title="Page cache dirtied and written back",
             description="Dirtied faster than written: it is building a backlog, and will be "
             "throttled. Needs --collector.page_flow.",
             unit="Bps",
-            targets=queries(
-                [
-                    (
-                        sum_by(["cgroup"], rate(counter(c.PAGE_DIRTIED_BYTES), TREE)),
-                        "dirtied {{cgroup}} {{instance}}",
-                    ),
-                    (
-                        sum_by(["cgroup"], rate(counter(c.PAGE_WRITTEN_BYTES), TREE)),
-                        "written {{cgroup}} {{instance}}",
-                    ),
-                ]
-            ),
+            targets=[
+                (
+                    sum_by(["cgroup"], rate(counter(c.PAGE_DIRTIED_BYTES), TREE)),
+                    "dirtied {{cgroup}} {{instance}}",
+                ),
+                (
+                    sum_by(["cgroup"], rate(counter(c.PAGE_WRITTEN_BYTES), TREE)),
+                    "written {{cgroup}} {{instance}}",
+                ),
+            ],
         ),
         Graph(
             title="CPU of io_uring's polling threads",
             description="Of SQPOLL threads: all, and with work to do. The rest they burn by "
             "polling.",
             unit="none",
-            targets=queries(
-                [
-                    (
-                        sum_by(["cgroup"], rate(counter(c.IO_URING_SQ_SECONDS), TREE)),
-                        "all {{cgroup}} {{instance}}",
-                    ),
-                    (
-                        sum_by(["cgroup"], rate(counter(c.IO_URING_SQ_BUSY_SECONDS), TREE)),
-                        "with work {{cgroup}} {{instance}}",
-                    ),
-                ]
-            ),
+            targets=[
+                (
+                    sum_by(["cgroup"], rate(counter(c.IO_URING_SQ_SECONDS), TREE)),
+                    "all {{cgroup}} {{instance}}",
+                ),
+                (
+                    sum_by(["cgroup"], rate(counter(c.IO_URING_SQ_BUSY_SECONDS), TREE)),
+                    "with work {{cgroup}} {{instance}}",
+                ),
+            ],
         ),
     ]
 

@@ -6,9 +6,12 @@ from __future__ import annotations
 from grafanalib.core import Templating
 
 from alerts.promql import HOST, buckets, counter, gauge, sums
+from alerts.records import host_dirty
 from dashboards.grafana import (
     GREEN,
     RED,
+    TO_CGROUP,
+    TO_NODE,
     YELLOW,
     Dashboard,
     Graph,
@@ -20,7 +23,6 @@ from dashboards.grafana import (
     max_by,
     now,
     quantile,
-    queries,
     rate,
     sum_by,
 )
@@ -29,7 +31,6 @@ from writeback_exporter.metrics import catalogue as c
 
 DEADLINE = ("vector($timeout)", "collective timeout")
 WINDOW = "${timeout}s"
-CELL = link("writeback-cgroup", "cgroup")
 
 _OPEN = here(gauge(c.SYNC_OPEN_SECONDS), TREE)
 _ASLEEP = here(gauge(c.DIRTY_THROTTLED_TASKS), TREE)
@@ -153,29 +154,27 @@ def _stall() -> list[Panel | Row]:
             "long; at half of it where sleep is not measured. See alert "
             "CheckpointStallApproachesTimeout.",
             unit="s",
-            see=CELL,
-            targets=queries([(stalled, "{{instance}} {{cgroup}}"), DEADLINE]),
+            see=TO_CGROUP,
+            targets=[(stalled, "{{instance}} {{cgroup}}"), DEADLINE],
         ),
         Graph(
             title="Open sync calls against the collective timeout",
             description="A call that reaches the line kills the job: ranks that wait for this one "
             "give up. At half of it see alert CheckpointStallApproachesTimeout.",
             unit="s",
-            see=CELL,
-            targets=queries(
-                [
-                    (max_by(["cgroup", "call"], _OPEN), "{{call}} {{instance}} {{cgroup}}"),
-                    DEADLINE,
-                ]
-            ),
+            see=TO_CGROUP,
+            targets=[
+                (max_by(["cgroup", "call"], _OPEN), "{{call}} {{instance}} {{cgroup}}"),
+                DEADLINE,
+            ],
         ),
         Graph(
             title="Task seconds lost per hour",
             description="In throttling and in sync calls, of all tasks together, at the rate of "
             "now. What it costs is this by the number of GPUs that wait for each.",
             unit="s",
-            see=CELL,
-            targets=queries([(f"3600 * {lost}", "{{instance}} {{cgroup}}")]),
+            see=TO_CGROUP,
+            targets=[(f"3600 * {lost}", "{{instance}} {{cgroup}}")],
         ),
         Graph(
             title="Sync calls, p99",
@@ -183,43 +182,37 @@ def _stall() -> list[Panel | Row]:
             "Writing as one goes along (sync_file_range, direct IO) makes this short.",
             unit="s",
             log=True,
-            targets=queries(
-                [
-                    (
-                        quantile(0.99, buckets(c.SYNC_SECONDS), ["call"], TREE),
-                        "{{call}} {{instance}}",
-                    ),
-                    DEADLINE,
-                ]
-            ),
+            targets=[
+                (
+                    quantile(0.99, buckets(c.SYNC_SECONDS), ["call"], TREE),
+                    "{{call}} {{instance}}",
+                ),
+                DEADLINE,
+            ],
         ),
         Graph(
             title="Pauses in throttling, p99",
             description="Up to 0.27 s: the bucket of the longest pause that the kernel asks for, "
             "200 ms. There writers are stopped rather than slowed.",
             unit="s",
-            targets=queries(
-                [
-                    (
-                        quantile(0.99, buckets(c.DIRTY_THROTTLE_SECONDS), ["bdi"], TREE),
-                        "{{bdi}} {{instance}}",
-                    )
-                ]
-            ),
+            targets=[
+                (
+                    quantile(0.99, buckets(c.DIRTY_THROTTLE_SECONDS), ["bdi"], TREE),
+                    "{{bdi}} {{instance}}",
+                )
+            ],
         ),
         Graph(
             title="Waits for pages under writeback",
             description="Seconds per second that tasks waited until a page was written. It is "
             "part of what sync calls take, and holds up writers that change a page again.",
             unit="none",
-            targets=queries(
-                [
-                    (
-                        sum_by(["cgroup"], rate(sums(c.PAGE_WAIT_SECONDS), TREE)),
-                        "{{instance}} {{cgroup}}",
-                    )
-                ]
-            ),
+            targets=[
+                (
+                    sum_by(["cgroup"], rate(sums(c.PAGE_WAIT_SECONDS), TREE)),
+                    "{{instance}} {{cgroup}}",
+                )
+            ],
         ),
     ]
 
@@ -227,7 +220,6 @@ def _stall() -> list[Panel | Row]:
 def _writers() -> list[Panel | Row]:
     written = rate(sums(c.BLOCK_IO_SIZE_BYTES), 'op="write"')
     by_cgroup = sum_by(["device", "cgroup"], written)
-    host_dirty, writeback = here(gauge(c.HOST_DIRTY_BYTES)), here(gauge(c.HOST_WRITEBACK_BYTES))
     return [
         Row(title="Who writes at the same time?"),
         Graph(
@@ -236,22 +228,20 @@ def _writers() -> list[Panel | Row]:
             "stagger them, or let one rank a host write.",
             unit="none",
             stacked=True,
-            targets=queries([(sum_by(["cgroup"], _ASLEEP), "{{instance}} {{cgroup}}")]),
+            targets=[(sum_by(["cgroup"], _ASLEEP), "{{instance}} {{cgroup}}")],
         ),
         Graph(
             title="Concurrent writers, by disk",
             description="Cgroups that write more than 1 MB/s to a disk, this job or not.",
             unit="none",
             see=link("writeback-node", "device"),
-            targets=queries(
-                [
-                    (
-                        f"count by ({HOST}, device) ({by_cgroup} > 1e6) or "
-                        f"0 * {sum_by(['device'], written)}",
-                        "{{device}} {{instance}}",
-                    )
-                ]
-            ),
+            targets=[
+                (
+                    f"count by ({HOST}, device) ({by_cgroup} > 1e6) or "
+                    f"0 * {sum_by(['device'], written)}",
+                    "{{device}} {{instance}}",
+                )
+            ],
         ),
         Graph(
             title="Written by the job",
@@ -259,25 +249,21 @@ def _writers() -> list[Panel | Row]:
             "is how long it must take at least.",
             unit="Bps",
             stacked=True,
-            targets=queries(
-                [
-                    (
-                        sum_by(["device"], rate(sums(c.BLOCK_IO_SIZE_BYTES), TREE, 'op="write"')),
-                        "{{device}} {{instance}}",
-                    )
-                ]
-            ),
+            targets=[
+                (
+                    sum_by(["device"], rate(sums(c.BLOCK_IO_SIZE_BYTES), TREE, 'op="write"')),
+                    "{{device}} {{instance}}",
+                )
+            ],
         ),
         Graph(
             title="Dirty memory of the hosts",
             description="A checkpoint that fits below freerun is not throttled at all.",
             unit="bytes",
-            see=link("writeback-node"),
-            targets=queries(
-                [
-                    (f"{host_dirty} + {writeback}", "dirty and writeback {{instance}}"),
-                    (str(here(gauge(c.HOST_DIRTY_FREERUN_BYTES))), "freerun {{instance}}"),
-                ]
-            ),
+            see=TO_NODE,
+            targets=[
+                (host_dirty(here), "dirty and writeback {{instance}}"),
+                (str(here(gauge(c.HOST_DIRTY_FREERUN_BYTES))), "freerun {{instance}}"),
+            ],
         ),
     ]

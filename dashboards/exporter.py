@@ -17,7 +17,6 @@ from dashboards.grafana import (
     Row,
     here,
     now,
-    queries,
     rate,
     sum_by,
     table,
@@ -103,65 +102,57 @@ def _losses() -> list[Panel | Row]:
             unit="percentunit",
             steps=((GREEN, None), (YELLOW, 0.75), (RED, 0.9)),
             lines_at_steps=True,
-            targets=queries(
-                [
-                    (
-                        top(
-                            f"{here(gauge(c.EXPORTER_MAP_ENTRIES))} / "
-                            f"{here(gauge(c.EXPORTER_MAP_CAPACITY))}"
-                        ),
-                        "{{map}} {{instance}}",
-                    )
-                ]
-            ),
+            targets=[
+                (
+                    top(
+                        f"{here(gauge(c.EXPORTER_MAP_ENTRIES))} / "
+                        f"{here(gauge(c.EXPORTER_MAP_CAPACITY))}"
+                    ),
+                    "{{map}} {{instance}}",
+                )
+            ],
         ),
         Graph(
             title="Events dropped and missed",
             description="dropped: found no room in a map. missed: the kernel did not show them to "
             "a program that was running on that CPU. bpf/README.md says which numbers suffer.",
             unit="cps",
-            targets=queries(
-                [
-                    (
-                        sum_by(["map"], rate(counter(c.EXPORTER_MAP_DROPPED))),
-                        "dropped {{map}} {{instance}}",
-                    ),
-                    (
-                        sum_by(["program"], rate(counter(c.EXPORTER_PROGRAM_MISSED))),
-                        "missed {{program}} {{instance}}",
-                    ),
-                ]
-            ),
+            targets=[
+                (
+                    sum_by(["map"], rate(counter(c.EXPORTER_MAP_DROPPED))),
+                    "dropped {{map}} {{instance}}",
+                ),
+                (
+                    sum_by(["program"], rate(counter(c.EXPORTER_PROGRAM_MISSED))),
+                    "missed {{program}} {{instance}}",
+                ),
+            ],
         ),
         Graph(
             title="Cgroups",
             description="Known by name, and collapsed into other: by a rule, beyond the limit, or "
             "without a name.",
             unit="none",
-            targets=queries(
-                [
-                    (str(here(gauge(c.EXPORTER_CGROUPS))), "{{state}} {{instance}}"),
-                    (str(here(gauge(c.EXPORTER_CGROUP_LABELS))), "exported {{instance}}"),
-                    (str(here(gauge(c.EXPORTER_CGROUP_LIMIT))), "limit {{instance}}"),
-                    (
-                        str(here(gauge(c.EXPORTER_COLLAPSED_CGROUPS))),
-                        "collapsed: {{reason}} {{instance}}",
-                    ),
-                ]
-            ),
+            targets=[
+                (str(here(gauge(c.EXPORTER_CGROUPS))), "{{state}} {{instance}}"),
+                (str(here(gauge(c.EXPORTER_CGROUP_LABELS))), "exported {{instance}}"),
+                (str(here(gauge(c.EXPORTER_CGROUP_LIMIT))), "limit {{instance}}"),
+                (
+                    str(here(gauge(c.EXPORTER_COLLAPSED_CGROUPS))),
+                    "collapsed: {{reason}} {{instance}}",
+                ),
+            ],
         ),
         Graph(
             title="Collectors that fail, over time",
             description="Collectors whose metrics are absent from that scrape; the log says why.",
             unit="none",
-            targets=queries(
-                [
-                    (
-                        f"1 - {here(gauge(c.EXPORTER_COLLECTOR_SUCCESS))}",
-                        "{{collector}} {{instance}}",
-                    )
-                ]
-            ),
+            targets=[
+                (
+                    f"1 - {here(gauge(c.EXPORTER_COLLECTOR_SUCCESS))}",
+                    "{{collector}} {{instance}}",
+                )
+            ],
         ),
     ]
 
@@ -175,56 +166,50 @@ def _cost() -> list[Panel | Row]:
             description="As Prometheus sees it, and by collector. Near scrape_timeout: bound the "
             "series, docs/cardinality.md.",
             unit="s",
-            targets=queries(
-                [
-                    (_ours(here(SCRAPE_SECONDS)), "scrape {{instance}}"),
-                    (
-                        top(here(gauge(c.EXPORTER_COLLECTOR_DURATION_SECONDS))),
-                        "{{collector}} {{instance}}",
-                    ),
-                ]
-            ),
+            targets=[
+                (_ours(here(SCRAPE_SECONDS)), "scrape {{instance}}"),
+                (
+                    top(here(gauge(c.EXPORTER_COLLECTOR_DURATION_SECONDS))),
+                    "{{collector}} {{instance}}",
+                ),
+            ],
         ),
         Graph(
             title="Time of BPF programs",
             description="CPUs that the programs take, where kernel.bpf_stats_enabled is 1; else "
             "nothing is known here.",
             unit="none",
-            targets=queries(
-                [
-                    (
-                        top(sum_by(["program"], rate(spent))),
-                        "{{program}} {{instance}}",
-                    )
-                ]
-            ),
+            targets=[
+                (
+                    top(sum_by(["program"], rate(spent))),
+                    "{{program}} {{instance}}",
+                )
+            ],
         ),
         Graph(
             title="Time of a run of a BPF program",
             description="The mean, where kernel.bpf_stats_enabled is 1.",
             unit="s",
-            targets=queries(
-                [
-                    (
-                        top(
-                            sum_by(["program"], rate(spent))
-                            + f" / ({sum_by(['program'], rate(runs))} > 0)"
-                        ),
-                        "{{program}} {{instance}}",
-                    )
-                ]
-            ),
+            targets=[
+                (
+                    top(
+                        sum_by(["program"], rate(spent))
+                        + f" / ({sum_by(['program'], rate(runs))} > 0)"
+                    ),
+                    "{{program}} {{instance}}",
+                )
+            ],
         ),
         Graph(
             title="CPU of the exporter",
             description="CPUs that its process takes, without its BPF programs.",
             unit="none",
-            targets=queries([(_ours(rate(CPU_SECONDS)), "CPUs {{instance}}")]),
+            targets=[(_ours(rate(CPU_SECONDS)), "CPUs {{instance}}")],
         ),
         Graph(
             title="Memory of the exporter",
             description="Resident; BPF maps are the kernel's and not in it.",
             unit="bytes",
-            targets=queries([(_ours(here(RESIDENT)), "{{instance}}")]),
+            targets=[(_ours(here(RESIDENT)), "{{instance}}")],
         ),
     ]

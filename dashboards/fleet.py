@@ -10,6 +10,7 @@ from alerts.settings import Settings
 from dashboards.grafana import (
     GREEN,
     RED,
+    TO_NODE,
     YELLOW,
     Dashboard,
     Graph,
@@ -21,7 +22,6 @@ from dashboards.grafana import (
     max_by,
     now,
     quantile,
-    queries,
     rate,
     sum_by,
     table,
@@ -30,7 +30,6 @@ from dashboards.grafana import (
 from dashboards.variables import TARGETS
 from writeback_exporter.metrics import catalogue as c
 
-NODE = link("writeback-node")
 LIMITS = Settings()
 
 # What the kernel asked for, not what was slept: hosts that measure sleep and hosts that cannot are
@@ -126,28 +125,26 @@ def _since_when() -> list[Panel | Row]:
             description="Rises on many hosts at one time are a storm with one cause. A click "
             "leads to the host.",
             unit="none",
-            see=NODE,
-            targets=queries([(top(_THROTTLED), "{{instance}}")]),
+            see=TO_NODE,
+            targets=[(top(_THROTTLED), "{{instance}}")],
         ),
         Graph(
             title="Hosts that throttle at once",
             description="A storm shows as a step here. Compare it with deployments and with the "
             "checkpoint interval of large jobs.",
             unit="none",
-            targets=queries(
-                [
-                    (_how_many(f"{_THROTTLED} > {LIMITS.throttled_tasks}"), "throttle writers"),
-                    (_how_many(f"{_IO_WAITS} > {LIMITS.waiting_ratio}"), "wait for IO"),
-                ]
-            ),
+            targets=[
+                (_how_many(f"{_THROTTLED} > {LIMITS.throttled_tasks}"), "throttle writers"),
+                (_how_many(f"{_IO_WAITS} > {LIMITS.waiting_ratio}"), "wait for IO"),
+            ],
         ),
         Graph(
             title="Some task waits for IO, by host",
             description="Share of time in which at least one task of the host waits for IO (PSI "
             "some).",
             unit="percentunit",
-            see=NODE,
-            targets=queries([(top(_IO_WAITS), "{{instance}}")]),
+            see=TO_NODE,
+            targets=[(top(_IO_WAITS), "{{instance}}")],
         ),
         Graph(
             title="Slowest disks, p99 of device time",
@@ -156,15 +153,15 @@ def _since_when() -> list[Panel | Row]:
             "back end.",
             unit="s",
             log=True,
-            see=NODE,
-            targets=queries([(top(_P99), "{{instance}} {{device}}")]),
+            see=TO_NODE,
+            targets=[(top(_P99), "{{instance}} {{device}}")],
         ),
         Graph(
             title="Oldest open sync call, by host",
             description="A line that rises at 45 degrees is a call that does not return.",
             unit="s",
-            see=NODE,
-            targets=queries([(top(_OLDEST_SYNC), "{{instance}}")]),
+            see=TO_NODE,
+            targets=[(top(_OLDEST_SYNC), "{{instance}}")],
         ),
         Graph(
             title="Written back, by host",
@@ -172,9 +169,7 @@ def _since_when() -> list[Panel | Row]:
             "Throttling with a rate that falls is a back end that does not keep up; with a high "
             "one it is a writer that is too fast.",
             unit="Bps",
-            see=NODE,
-            targets=queries(
-                [(top(sum_by([], rate(counter(c.HOST_WRITTEN_BYTES)))), "{{instance}}")]
-            ),
+            see=TO_NODE,
+            targets=[(top(sum_by([], rate(counter(c.HOST_WRITTEN_BYTES)))), "{{instance}}")],
         ),
     ]

@@ -65,6 +65,10 @@ def link(dashboard: str, *labels: str, data: str = "field.labels") -> str:
     return f"/d/{dashboard}?${{datasource:queryparam}}{chosen}&${{__url_time_range}}"
 
 
+TO_NODE = link("writeback-node")
+TO_CGROUP = link("writeback-cgroup", "cgroup")
+
+
 # Queries ------------------------------------------------------------------------------------------
 
 
@@ -90,11 +94,13 @@ def now(expr: str) -> list[Query]:
     return queries([(expr, "")], instant=True)
 
 
-def queries(wanted: Iterable[tuple[str, str]], **options: Any) -> list[Query]:
-    """From (expression, legend)."""
+def queries(wanted: Iterable[Query | tuple[str, str]], **options: Any) -> list[Query]:
+    """From (expression, legend); what is a query already stays one."""
     return [
-        Query(expr=expr, legendFormat=legend, refId=chr(ord("A") + n), **options)
-        for n, (expr, legend) in enumerate(wanted)
+        each
+        if isinstance(each, Query)
+        else Query(expr=each[0], legendFormat=each[1], refId=chr(ord("A") + n), **options)
+        for n, each in enumerate(wanted)
     ]
 
 
@@ -105,6 +111,8 @@ def queries(wanted: Iterable[tuple[str, str]], **options: Any) -> list[Query]:
 class Panel(core.Panel):
     """What all have: place, title, a description that says what to do, unit."""
 
+    targets: list[Query] = attr.ib(factory=list, converter=queries)
+    """Queries, or (expression, legend) of each."""
     kind: str = attr.ib(default="")
     unit: str = attr.ib(default="short")
     columns: int = attr.ib(default=12)

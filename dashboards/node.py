@@ -8,16 +8,16 @@ from typing import Any
 from grafanalib.core import Templating
 
 from alerts.promql import buckets, counter, counts, gauge, sums
-from alerts.records import bdi_dirty, bdi_written
+from alerts.records import bdi_dirty, bdi_written, host_dirty
 from dashboards.grafana import (
     RATE,
+    TO_CGROUP,
     Dashboard,
     Graph,
     Heatmap,
     Panel,
     Row,
     here,
-    link,
     max_by,
     quantile,
     queries,
@@ -29,8 +29,6 @@ from dashboards.grafana import (
 from dashboards.variables import DEVICE, ON_DEVICE, ROOT, TARGETS
 from writeback_exporter.metrics import catalogue as c
 from writeback_exporter.metrics.catalogue import Metric
-
-CGROUP = link("writeback-cgroup", "cgroup")
 
 
 def heatmap(metric: Metric, *matchers: str, **options: Any) -> Heatmap:
@@ -68,19 +66,17 @@ def _memory() -> list[Panel | Row]:
             "throttled. Below it and writers sleep all the same: a BDI's or a cgroup's own limit, "
             "see which limit decided.",
             unit="bytes",
-            targets=queries(
-                [
-                    (f"{here(dirty)} + {here(writeback)}", "dirty and writeback {{instance}}"),
-                    (str(here(dirty)), "dirty {{instance}}"),
-                    (str(here(writeback)), "writeback {{instance}}"),
-                    (
-                        str(here(gauge(c.HOST_DIRTY_BACKGROUND_THRESHOLD_BYTES))),
-                        "background threshold {{instance}}",
-                    ),
-                    (str(here(gauge(c.HOST_DIRTY_FREERUN_BYTES))), "freerun {{instance}}"),
-                    (str(here(gauge(c.HOST_DIRTY_THRESHOLD_BYTES))), "hard threshold {{instance}}"),
-                ]
-            ),
+            targets=[
+                (host_dirty(here), "dirty and writeback {{instance}}"),
+                (str(here(dirty)), "dirty {{instance}}"),
+                (str(here(writeback)), "writeback {{instance}}"),
+                (
+                    str(here(gauge(c.HOST_DIRTY_BACKGROUND_THRESHOLD_BYTES))),
+                    "background threshold {{instance}}",
+                ),
+                (str(here(gauge(c.HOST_DIRTY_FREERUN_BYTES))), "freerun {{instance}}"),
+                (str(here(gauge(c.HOST_DIRTY_THRESHOLD_BYTES))), "hard threshold {{instance}}"),
+            ],
         ),
         Graph(
             title="Time to drain, by BDI",
@@ -89,7 +85,7 @@ def _memory() -> list[Panel | Row]:
             "than a minute: lower vm.dirty_bytes, or find why the disk is slow.",
             unit="s",
             log=True,
-            targets=queries([(drain, "{{bdi}} {{instance}}")]),
+            targets=[(drain, "{{bdi}} {{instance}}")],
         ),
     ]
 
@@ -103,15 +99,13 @@ def _throttling() -> list[Panel | Row]:
             description="Seconds asleep per second. The one on top writes most, or has the "
             "smallest limit; a click leads to it.",
             unit="none",
-            see=CGROUP,
-            targets=queries(
-                [
-                    (
-                        top(sum_by(["cgroup"], rate(asleep))),
-                        "{{cgroup}} {{instance}}",
-                    )
-                ]
-            ),
+            see=TO_CGROUP,
+            targets=[
+                (
+                    top(sum_by(["cgroup"], rate(asleep))),
+                    "{{cgroup}} {{instance}}",
+                )
+            ],
         ),
         heatmap(
             c.DIRTY_THROTTLE_SECONDS,
@@ -126,26 +120,22 @@ def _throttling() -> list[Panel | Row]:
             "of the device (FUSE, or its max_ratio). memcg: memory limit of the cgroup, which "
             "raises nothing else than that limit.",
             unit="ops",
-            targets=queries(
-                [
-                    (
-                        sum_by(["bdi", "domain"], rate(counter(c.DIRTY_THROTTLE_DOMAIN))),
-                        "{{domain}} {{bdi}} {{instance}}",
-                    )
-                ]
-            ),
+            targets=[
+                (
+                    sum_by(["bdi", "domain"], rate(counter(c.DIRTY_THROTTLE_DOMAIN))),
+                    "{{domain}} {{bdi}} {{instance}}",
+                )
+            ],
         ),
         Graph(
             title="Dirty memory of a BDI against its limit, when last throttled",
             description="Of the writeback domain that was throttled last. At its limit: this BDI "
             "is what does not keep up. Far below: another one has filled the host's dirty memory.",
             unit="bytes",
-            targets=queries(
-                [
-                    (str(here(gauge(c.BDI_DIRTY_BYTES))), "dirty {{bdi}} {{instance}}"),
-                    (str(here(gauge(c.BDI_DIRTY_THRESHOLD_BYTES))), "limit {{bdi}} {{instance}}"),
-                ]
-            ),
+            targets=[
+                (str(here(gauge(c.BDI_DIRTY_BYTES))), "dirty {{bdi}} {{instance}}"),
+                (str(here(gauge(c.BDI_DIRTY_THRESHOLD_BYTES))), "limit {{bdi}} {{instance}}"),
+            ],
         ),
         Graph(
             title="What the kernel believes of a BDI, when last throttled",
@@ -153,18 +143,16 @@ def _throttling() -> list[Panel | Row]:
             "dirtying task. A bandwidth far below what the disk can do is a disk in trouble, or "
             "one that reads or direct IO use too.",
             unit="Bps",
-            targets=queries(
-                [
-                    (
-                        str(here(gauge(c.BDI_WRITE_BANDWIDTH_BYTES))),
-                        "bandwidth {{bdi}} {{instance}}",
-                    ),
-                    (
-                        str(here(gauge(c.BDI_DIRTY_RATELIMIT_BYTES))),
-                        "granted to a task {{bdi}} {{instance}}",
-                    ),
-                ]
-            ),
+            targets=[
+                (
+                    str(here(gauge(c.BDI_WRITE_BANDWIDTH_BYTES))),
+                    "bandwidth {{bdi}} {{instance}}",
+                ),
+                (
+                    str(here(gauge(c.BDI_DIRTY_RATELIMIT_BYTES))),
+                    "granted to a task {{bdi}} {{instance}}",
+                ),
+            ],
         ),
     ]
 
@@ -193,48 +181,44 @@ def _disks() -> list[Panel | Row]:
             description="Device and queue next to each other.",
             unit="s",
             log=True,
-            targets=queries(
-                [
-                    (
-                        quantile(
-                            0.99,
-                            buckets(c.BLOCK_IO_DEVICE_SECONDS),
-                            ["device", "op"],
-                            ON_DEVICE,
-                        ),
-                        "device {{device}} {{op}} {{instance}}",
+            targets=[
+                (
+                    quantile(
+                        0.99,
+                        buckets(c.BLOCK_IO_DEVICE_SECONDS),
+                        ["device", "op"],
+                        ON_DEVICE,
                     ),
-                    (
-                        quantile(
-                            0.99,
-                            buckets(c.BLOCK_IO_QUEUE_SECONDS),
-                            ["device", "op"],
-                            ON_DEVICE,
-                        ),
-                        "queue {{device}} {{op}} {{instance}}",
+                    "device {{device}} {{op}} {{instance}}",
+                ),
+                (
+                    quantile(
+                        0.99,
+                        buckets(c.BLOCK_IO_QUEUE_SECONDS),
+                        ["device", "op"],
+                        ON_DEVICE,
                     ),
-                ]
-            ),
+                    "queue {{device}} {{op}} {{instance}}",
+                ),
+            ],
         ),
         Graph(
             title="Time that limits held IO back",
             description="Seconds per second that IO waited for io.max (max) or for io.latency, "
             "iocost or wbt (qos), before it became a request. It is in no other latency here.",
             unit="none",
-            see=CGROUP,
-            targets=queries(
-                [
-                    (
-                        top(
-                            sum_by(
-                                ["cgroup", "device", "limit"],
-                                rate(sums(c.BLOCK_IO_LIMIT_SECONDS), ON_DEVICE),
-                            )
-                        ),
-                        "{{limit}} {{device}} {{cgroup}} {{instance}}",
-                    )
-                ]
-            ),
+            see=TO_CGROUP,
+            targets=[
+                (
+                    top(
+                        sum_by(
+                            ["cgroup", "device", "limit"],
+                            rate(sums(c.BLOCK_IO_LIMIT_SECONDS), ON_DEVICE),
+                        )
+                    ),
+                    "{{limit}} {{device}} {{cgroup}} {{instance}}",
+                )
+            ],
         ),
         heatmap(
             c.BLOCK_IO_SIZE_BYTES,
@@ -259,52 +243,46 @@ def _disks() -> list[Panel | Row]:
             description="Buffered writeback is charged to the cgroup that dirtied it, not to the "
             "flusher.",
             unit="Bps",
-            see=CGROUP,
-            targets=queries(
-                [
-                    (
-                        top(
-                            sum_by(
-                                ["cgroup", "device"],
-                                rate(sums(c.BLOCK_IO_SIZE_BYTES), ON_DEVICE, 'op="write"'),
-                            )
-                        ),
-                        "{{device}} {{cgroup}} {{instance}}",
-                    )
-                ]
-            ),
+            see=TO_CGROUP,
+            targets=[
+                (
+                    top(
+                        sum_by(
+                            ["cgroup", "device"],
+                            rate(sums(c.BLOCK_IO_SIZE_BYTES), ON_DEVICE, 'op="write"'),
+                        )
+                    ),
+                    "{{device}} {{cgroup}} {{instance}}",
+                )
+            ],
         ),
         Graph(
             title="Requests that the device has",
             description="Issued and not back at each scrape. A line that stands still above 0 "
             "while operations are at 0 is a device that does not answer: see alert BlockIOSlow.",
             unit="none",
-            targets=queries(
-                [(str(here(gauge(c.BLOCK_IO_INFLIGHT), ON_DEVICE)), "{{device}} {{instance}}")]
-            ),
+            targets=[(str(here(gauge(c.BLOCK_IO_INFLIGHT), ON_DEVICE)), "{{device}} {{instance}}")],
         ),
         Graph(
             title="Operations and errors",
             description="Any error is one to look into: dmesg has its sector.",
             unit="ops",
-            targets=queries(
-                [
-                    (
-                        sum_by(
-                            ["device", "op"],
-                            rate(counts(c.BLOCK_IO_DEVICE_SECONDS), ON_DEVICE),
-                        ),
-                        "{{device}} {{op}} {{instance}}",
+            targets=[
+                (
+                    sum_by(
+                        ["device", "op"],
+                        rate(counts(c.BLOCK_IO_DEVICE_SECONDS), ON_DEVICE),
                     ),
-                    (
-                        sum_by(
-                            ["device", "op", "error"],
-                            rate(counter(c.BLOCK_IO_ERRORS), ON_DEVICE),
-                        ),
-                        "error {{error}} {{device}} {{op}} {{instance}}",
+                    "{{device}} {{op}} {{instance}}",
+                ),
+                (
+                    sum_by(
+                        ["device", "op", "error"],
+                        rate(counter(c.BLOCK_IO_ERRORS), ON_DEVICE),
                     ),
-                ]
-            ),
+                    "error {{error}} {{device}} {{op}} {{instance}}",
+                ),
+            ],
         ),
     ]
 
@@ -319,57 +297,49 @@ def _flusher() -> list[Panel | Row]:
             "reclaim needs the memory, which is late.",
             unit="Bps",
             stacked=True,
-            targets=queries(
-                [
-                    (
-                        sum_by(["bdi", "reason"], rate(counter(c.WORK_BYTES))) + " > 0",
-                        "{{reason}} {{bdi}} {{instance}}",
-                    )
-                ]
-            ),
+            targets=[
+                (
+                    sum_by(["bdi", "reason"], rate(counter(c.WORK_BYTES))) + " > 0",
+                    "{{reason}} {{bdi}} {{instance}}",
+                )
+            ],
         ),
         Graph(
             title="Duration of writeback work, p99",
             description="From when it was queued until all of it was sent to the device.",
             unit="s",
             log=True,
-            targets=queries(
-                [
-                    (
-                        quantile(0.99, buckets(c.WORK_SECONDS), ["bdi", "reason"]),
-                        "{{reason}} {{bdi}} {{instance}}",
-                    )
-                ]
-            ),
+            targets=[
+                (
+                    quantile(0.99, buckets(c.WORK_SECONDS), ["bdi", "reason"]),
+                    "{{reason}} {{bdi}} {{instance}}",
+                )
+            ],
         ),
         Graph(
             title="Oldest writeback work that is not done",
             description="A line that rises is a flusher that is stuck, most likely in the device "
             "or in a network file system.",
             unit="s",
-            targets=queries(
-                [
-                    (
-                        max_by(["bdi"], here(gauge(c.WORK_OLDEST_SECONDS))),
-                        "{{bdi}} {{instance}}",
-                    )
-                ]
-            ),
+            targets=[
+                (
+                    max_by(["bdi"], here(gauge(c.WORK_OLDEST_SECONDS))),
+                    "{{bdi}} {{instance}}",
+                )
+            ],
         ),
         Graph(
             title="Oldest sync call that is open, by cgroup",
             description="Who waits in fsync and the like, and for how long already. Histograms do "
             "not have a call that never returns.",
             unit="s",
-            see=CGROUP,
-            targets=queries(
-                [
-                    (
-                        top(max_by(["cgroup", "call"], here(gauge(c.SYNC_OPEN_SECONDS)))),
-                        "{{call}} {{cgroup}} {{instance}}",
-                    )
-                ]
-            ),
+            see=TO_CGROUP,
+            targets=[
+                (
+                    top(max_by(["cgroup", "call"], here(gauge(c.SYNC_OPEN_SECONDS)))),
+                    "{{call}} {{cgroup}} {{instance}}",
+                )
+            ],
         ),
     ]
 
@@ -385,29 +355,25 @@ def _pressure() -> list[Panel | Row]:
             description="Share of time in which some task, or all that had work, waited. "
             "Throttling for dirty pages shows as io, not as memory.",
             unit="percentunit",
-            targets=queries(
-                [
-                    (
-                        of_host(c.PRESSURE_WAITING_SECONDS),
-                        "some wait for {{resource}} {{instance}}",
-                    ),
-                    (of_host(c.PRESSURE_STALLED_SECONDS), "all wait for {{resource}} {{instance}}"),
-                ]
-            ),
+            targets=[
+                (
+                    of_host(c.PRESSURE_WAITING_SECONDS),
+                    "some wait for {{resource}} {{instance}}",
+                ),
+                (of_host(c.PRESSURE_STALLED_SECONDS), "all wait for {{resource}} {{instance}}"),
+            ],
         ),
         Graph(
             title="Reclaim",
             description="kswapd reclaims in the background; direct is done by the task that wants "
             "memory, and makes it wait. Direct reclaim with much dirty memory waits for the disk.",
             unit="Bps",
-            targets=queries(
-                [
-                    (
-                        sum_by(["by"], rate(counter(c.HOST_RECLAIMED_BYTES))),
-                        "{{by}} {{instance}}",
-                    )
-                ]
-            ),
+            targets=[
+                (
+                    sum_by(["by"], rate(counter(c.HOST_RECLAIMED_BYTES))),
+                    "{{by}} {{instance}}",
+                )
+            ],
         ),
         Graph(
             title="Waits for pages under writeback, p99 by cgroup",
@@ -415,15 +381,13 @@ def _pressure() -> list[Panel | Row]:
             "it.",
             unit="s",
             log=True,
-            see=CGROUP,
-            targets=queries(
-                [
-                    (
-                        top(quantile(0.99, buckets(c.PAGE_WAIT_SECONDS), ["cgroup"])),
-                        "{{cgroup}} {{instance}}",
-                    )
-                ]
-            ),
+            see=TO_CGROUP,
+            targets=[
+                (
+                    top(quantile(0.99, buckets(c.PAGE_WAIT_SECONDS), ["cgroup"])),
+                    "{{cgroup}} {{instance}}",
+                )
+            ],
         ),
     ]
 

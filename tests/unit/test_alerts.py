@@ -674,22 +674,22 @@ def fires(case: Case) -> list[dict[str, Any]]:
     ]
 
 
+def nothing(selector: str) -> list[dict[str, Any]]:
+    """None of it, at any time."""
+    return [
+        {"expr": selector, "eval_time": f"{m}m", "exp_samples": []} for m in range(0, ASKED + 10, 5)
+    ]
+
+
 def never(case: Case) -> list[dict[str, Any]]:
     """Not with all of its labels."""
-    return [
-        {"expr": firing(case), "eval_time": f"{m}m", "exp_samples": []}
-        for m in range(0, ASKED + 10, 5)
-    ]
+    return nothing(firing(case))
 
 
 def is_quiet(case: Case) -> list[dict[str, Any]]:
     """Not of that kind, whatever its labels."""
-    name = f'alertname="{case.alert}",alertstate="firing"'
     same = "".join(f',{k}="{case.labels[k]}"' for k in KINDS if k in case.labels)
-    return [
-        {"expr": f"ALERTS{{{name}{same}}}", "eval_time": f"{m}m", "exp_samples": []}
-        for m in range(0, ASKED + 10, 5)
-    ]
+    return nothing(f'ALERTS{{alertname="{case.alert}",alertstate="firing"{same}}}')
 
 
 RULES = files(Settings())["rules.yml"]
