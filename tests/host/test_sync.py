@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,15 +18,10 @@ FENTRY = "this kernel allows fentry: the guests' tests prove that way"
 
 
 @pytest.fixture
-def traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[lab.Exporter]:
+def traced() -> Iterator[lab.Exporter]:
     """An exporter that may use tracepoints, with a tracefs of its own."""
-    program = tmp_path / "exporter"
     mount = "mount -t tracefs tracefs /sys/kernel/tracing"
-    run = f"""unshare -m sh -c '{mount} && exec "$@"' sh {shlex.quote(str(lab.PROGRAM))}"""
-    program.write_text(f'#!/bin/sh\nexec {run} "$@"\n')
-    program.chmod(0o755)
-    monkeypatch.setattr(lab, "PROGRAM", program)
-    with lab.Exporter("--sync.tracepoints") as exporter:
+    with lab.Exporter("--sync.tracepoints", prefix=lab.with_mounts(mount)) as exporter:
         yield exporter
 
 
@@ -41,6 +35,18 @@ def test_refused_by_default(exporter: lab.Exporter) -> None:
     ]
     assert not [name for name in scrape.samples if name.startswith("writeback_sync_")]
     assert re.search(r"sync is not available: .*--sync\.tracepoints", "".join(exporter.log))
+
+
+def test_no_tracefs() -> None:
+    hide = [
+        f"{{ ! test -d {path} || mount -t tmpfs none {path}; }}"
+        for path in ("/sys/kernel/debug", "/sys/kernel/tracing")
+    ]
+    report = lab.doctor("--sync.tracepoints", prefix=lab.with_mounts(*hide))
+    if report.reasons.get("sync_fentry") == "":
+        pytest.skip(FENTRY)
+    assert report.reasons["sync"] == "no tracefs"
+    assert "mount -t tracefs tracefs /sys/kernel/tracing" in report.text
 
 
 def test_calls_are_counted_exactly_by_tracepoints(
