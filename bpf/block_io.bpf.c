@@ -13,6 +13,7 @@
  */
 #include "kernel.h"
 #include "histogram.h"
+#include "inherit.h"
 #include "preempt.h"
 
 /* Operations as they are exported. */
@@ -115,6 +116,7 @@ struct io_depth {
 
 struct disk {
 	struct disk_id id;
+	__u64 since_ns; /* of its first IO: of two under one name the later one is there */
 	__s64 inflight;
 	struct io_depth depth;
 	/* What found no room in block_io: attributed to no cgroup, but not lost. */
@@ -245,6 +247,7 @@ static __noinline __u32 find_disk(struct gendisk *gd, __u64 dev)
 		return DISKS;
 	/* All that others may see or change, before they can find it. */
 	bpf_probe_read_kernel_str(disk->name, sizeof(disk->name), gd->disk_name);
+	disk->since_ns = bpf_ktime_get_ns();
 	disk->inflight = 0;
 	if (bpf_map_update_elem(&disk_index, &id, &index, BPF_NOEXIST)) {
 		/* Another CPU was first with the same disk. */
@@ -644,3 +647,28 @@ static __always_inline struct request *request_argument(__u64 *ctx)
 
 PROGRAMS(slots, true)
 PROGRAMS(hash, false)
+
+INHERIT(block_io, struct io_key, struct io_histograms, ADD_ROW)
+INHERIT(block_io_errors, struct io_error_key, __u64, ADD_ROW)
+
+/* As INHERIT, of a disk by its index. */
+SEC("raw_tp")
+int disks_inherit(struct bpf_raw_tracepoint_args *ctx)
+{
+	__u32 index = ctx->args[0], heirs = ctx->args[1];
+	struct disk *disk = bpf_map_lookup_elem(&disks, &index);
+	struct disk *heir = bpf_map_lookup_elem(&disks, &heirs);
+
+	if (!disk || !heir)
+		return 0;
+	keep_check(disk);
+	keep_check(heir);
+	ADD_ROW(&heir->depth, &disk->depth);
+	__builtin_memset(&disk->depth, 0, sizeof(disk->depth));
+#pragma clang loop unroll(full)
+	for (int op = 0; op < IO_OPS; op++) {
+		ADD_ROW(&heir->other[op], &disk->other[op]);
+		__builtin_memset(&disk->other[op], 0, sizeof(disk->other[op]));
+	}
+	return 1;
+}

@@ -19,6 +19,7 @@
  */
 #include "cgroup.h"
 #include "histogram.h"
+#include "inherit.h"
 #include "preempt.h"
 
 enum limit_exponents { /* 16 us .. 68 s */
@@ -59,6 +60,7 @@ struct limit_disk_id {
 };
 
 struct limit_disk {
+	__u64 since_ns; /* first held IO then: of two under one name the later one is there */
 	char name[32];
 };
 
@@ -183,6 +185,7 @@ static __always_inline bool know_disk(struct limit_key *key, struct gendisk *gd)
 	key->dev = id.dev;
 	if (bpf_map_lookup_elem(&limit_disks, &id))
 		return true;
+	disk.since_ns = bpf_ktime_get_ns();
 	bpf_probe_read_kernel_str(disk.name, sizeof(disk.name),
 				  __builtin_preserve_access_index(&gd->disk_name));
 	if (bpf_map_update_elem(&limit_disks, &id, &disk, BPF_ANY))
@@ -498,3 +501,5 @@ PROGRAM("fexit/rq_qos_wait", iolatency_exit)
 		count_iolatency(ctx, task, since_ns);
 	return 0;
 }
+
+INHERIT(block_io_limit, struct limit_key, struct limit_histogram, ADD_ROW)

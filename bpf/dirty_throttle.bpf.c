@@ -10,6 +10,7 @@
  */
 #include "cgroup.h"
 #include "histogram.h"
+#include "inherit.h"
 #include "preempt.h"
 
 enum pause_exponents { /* 1 ms .. 1.07 s */
@@ -287,3 +288,12 @@ PROGRAM("fexit/io_schedule_timeout", sleep_exit)
 	count_pause(&sleeper, slept_ns);
 	return 0;
 }
+
+#define ADD_BDI(heir, row)                                \
+	do {                                              \
+		ADD_ROW(&(heir)->pauses, &(row)->pauses); \
+		ADD_ROW(&(heir)->other, &(row)->other);   \
+	} while (0)
+
+INHERIT(dirty_throttle, struct throttle_key, struct throttle, ADD_ROW)
+INHERIT(bdis, __u64, struct bdi, ADD_BDI)

@@ -9,6 +9,7 @@
  */
 #include "cgroup.h"
 #include "histogram.h"
+#include "inherit.h"
 #include "preempt.h"
 
 enum stall_exponents { /* 65 us .. 137 s */
@@ -94,3 +95,5 @@ PROGRAM("fentry/psi_memstall_leave", stall_leave)
 	observe(&stalls->total_ns, stalls->slots, took_ns, STALL_FIRST, STALL_LAST);
 	return 0;
 }
+
+INHERIT(memory_stall, __u64, struct stalls, ADD_ROW)

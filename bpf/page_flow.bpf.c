@@ -10,6 +10,7 @@
  */
 #include "cgroup.h"
 #include "histogram.h"
+#include "inherit.h"
 #include "preempt.h"
 
 struct {
@@ -113,3 +114,6 @@ PROGRAM("tp_btf/writeback_single_inode", written_inode)
 
 	return pages > 0 ? written(inode, pages) : 0;
 }
+
+INHERIT(page_dirtied, __u64, __u64, ADD_ROW)
+INHERIT(page_written, __u64, __u64, ADD_ROW)

@@ -11,6 +11,7 @@
  */
 #include "cgroup.h"
 #include "histogram.h"
+#include "inherit.h"
 #include "preempt.h"
 
 enum page_wait_exponents { /* 65 us .. 137 s */
@@ -163,3 +164,5 @@ int switched(__u64 *ctx)
 		end_wait(tid, waiter, bpf_ktime_get_ns());
 	return 0;
 }
+
+INHERIT(page_wait, __u64, struct page_wait, ADD_ROW)

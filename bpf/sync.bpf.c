@@ -11,6 +11,7 @@
  */
 #include "cgroup.h"
 #include "histogram.h"
+#include "inherit.h"
 #include "preempt.h"
 
 enum sync_exponents { /* 65 us .. 9 min */
@@ -211,3 +212,5 @@ int still_open(struct bpf_raw_tracepoint_args *ctx)
 	drop(DROP_OPEN_CALLS);
 	return 0;
 }
+
+INHERIT(sync, struct sync_key, struct sync_calls, ADD_ROW)

@@ -12,6 +12,7 @@
  */
 #include "kernel.h"
 #include "histogram.h"
+#include "inherit.h"
 #include "preempt.h"
 
 enum work_exponents { /* 1 ms .. 18 min */
@@ -201,3 +202,7 @@ PROGRAM("tp_btf/writeback_pages_written", pages_written)
 	end_work();
 	return 0;
 }
+
+#define ADD_BDI(heir, row) ADD_ROW(&(heir)->works, &(row)->works)
+
+INHERIT(bdis, __u64, struct bdi, ADD_BDI)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import struct
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Generic, TypeVar, cast
@@ -52,6 +52,42 @@ class Memory:
         assert (len(key), len(value)) == (self.key_size, self.value_size)
         self.entries[key] = value
 
+    def insert(self, key: bytes, value: bytes) -> bool:
+        if key in self.entries:
+            return False
+        self.update(key, value)
+        return True
+
+
+class Inherit:
+    """What a program of bpf/inherit.h does to a map; tests/host/test_inherit.py runs the real ones.
+    `counters`: the parts of a row that are added to the heir's."""
+
+    def __init__(self, bpf_map: Memory, counters: Sequence[slice]) -> None:
+        self._map, self._counters = bpf_map, counters
+
+    def run(self, *words: int) -> int:
+        keys = struct.pack(f"={len(words)}Q", *words)
+        key, heir = keys[: len(keys) // 2], keys[len(keys) // 2 :]
+        row = self._map.lookup_and_delete(key)
+        if row is not None and not self._map.insert(heir, row):
+            for counters in self._counters:
+                self._map.update(heir, added(self._map.entries[heir], row, counters))
+        return 1
+
+
+def added(row: bytes, more: bytes, counters: slice) -> bytes:
+    """The row with the 64 bit counters of another one, which is of the same length."""
+    left, right = (memoryview(one)[counters].cast("Q") for one in (row, more))
+    total = struct.pack(f"={len(left)}Q", *map(sum, zip(left, right, strict=True)))
+    return row[: counters.start] + total + row[counters.stop :]
+
+
+def extent(layout: Layout, *fields: str) -> slice:
+    """Where these fields of a struct are, from the first to the last."""
+    first, last = layout.fields[fields[0]], layout.fields[fields[-1]]
+    return slice(first.offset, last.offset + last.size)
+
 
 def changed(layout: Layout, before: bytes | None, values: Values) -> bytes:
     """A struct with these fields, and the others as before, or zero."""
@@ -66,8 +102,24 @@ def changed(layout: Layout, before: bytes | None, values: Values) -> bytes:
 def in_memory(probe: Probe, **value_sizes: int) -> dict[str, Memory]:
     """Gives a probe maps whose keys are cgroups, with values of these sizes."""
     maps = {name: Memory(8, size, 16384) for name, size in value_sizes.items()}
-    probe.bpf = cast(Object, SimpleNamespace(maps=maps))
+    load(probe, maps)
     return maps
+
+
+def load(
+    probe: Probe,
+    maps: Mapping[str, Memory],
+    programs: Mapping[str, Callable[..., int]] | None = None,
+    counters: Mapping[str, Sequence[slice]] | None = None,
+) -> None:
+    """Gives a probe these maps, and programs to run. `counters`: the parts of a map's rows that an
+    heir gets, where it is not the whole."""
+    inherit = {
+        f"{name}_inherit": Inherit(m, (counters or {}).get(name, [slice(0, m.value_size)]))
+        for name, m in maps.items()
+    }
+    others = {name: SimpleNamespace(run=run) for name, run in (programs or {}).items()}
+    probe.bpf = cast(Object, SimpleNamespace(maps=maps, programs={**inherit, **others}))
 
 
 def put(bpf_map: Memory, cgroup: int, *numbers: int) -> None:

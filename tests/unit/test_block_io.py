@@ -5,15 +5,12 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.memory import MachineOfCgroups, Memory, Values, changed
-from writeback_exporter.kernel.libbpf import Object
+from tests.unit.memory import MachineOfCgroups, Memory, Values, added, changed, extent, load
 from writeback_exporter.metrics import catalogue
 from writeback_exporter.metrics.exposition import Labels, Snapshot
 from writeback_exporter.metrics.history import Sample
@@ -103,6 +100,7 @@ class Machine(MachineOfCgroups["Scraped"]):
         self.probe = BlockIo()
         super().__init__(sysfs, self.probe, Scraped)
         file = self.probe.file
+        self.plugged = 0
         self.maps = {
             "block_io": Memory(16, file.struct("io_histograms").size, 32768),
             "block_io_errors": Memory(24, 8, 4096),
@@ -111,7 +109,22 @@ class Machine(MachineOfCgroups["Scraped"]):
             "disk_index": Memory(16, 4, 1024),
             "disk_owner": Memory(4, 16, 1024),
         }
-        self.probe.bpf = cast(Object, SimpleNamespace(maps=self.maps))
+        load(self.probe, self.maps, {"disks_inherit": self._disks_inherit})
+
+    def _disks_inherit(self, index: int, heir: int) -> int:
+        layout = self.probe.file.struct("disk")
+        disks = self.maps["disks"]
+        places = [struct.pack("=I", place) for place in (index, heir)]
+        row, heirs = (disks.entries[place] for place in places)
+        for counters in (
+            extent(layout, "depth.sum", "depth.slots"),
+            extent(layout, "other[0].device_ns", "other[4].size_slots"),
+        ):
+            heirs = added(heirs, row, counters)
+            row = row[: counters.start] + bytes(len(row[counters])) + row[counters.stop :]
+        for place, value in zip(places, (row, heirs), strict=True):
+            disks.update(place, value)
+        return 1
 
     def plug(self, index: int, name: str, dev: tuple[int, int], gendisk: int) -> None:
         file = self.probe.file
@@ -123,7 +136,8 @@ class Machine(MachineOfCgroups["Scraped"]):
         )
         self.maps["disk_index"].update(identity, struct.pack("=I", index))
         self.maps["disk_owner"].update(struct.pack("=I", index), identity)
-        self.change_disk(index, {"name": name.encode()})
+        self.plugged += 1
+        self.change_disk(index, {"name": name.encode(), "since_ns": self.plugged})
 
     def unplug(self, name: str) -> None:
         (self.sysfs / "block" / name / "dev").unlink()
@@ -406,7 +420,7 @@ def test_map_recovers_from_a_time_without_scrapes(
         machine.exit(cgroup, f"/job-{cgroup}")
     assert sum(machine.scrape().counts.values()) == 30
     assert machine.scrape_until_retention_is_over().counts == {(OTHER, "sda", "read"): 20}
-    assert not machine.maps["block_io"].entries
+    assert len(machine.maps["block_io"].entries) == 1, "that of OTHER"
 
 
 # Steps of a life, in any order; each is (what, which).

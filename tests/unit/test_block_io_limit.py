@@ -6,14 +6,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import ClassVar, cast
 
 import pytest
 
-from tests.unit.memory import MachineOfCgroups, Memory, Values, changed
+from tests.unit.memory import MachineOfCgroups, Memory, Values, changed, load
 from writeback_exporter.features import Refused
-from writeback_exporter.kernel.libbpf import BpfError, Object
+from writeback_exporter.kernel.libbpf import BpfError
 from writeback_exporter.kernel.loader import Kernel
 from writeback_exporter.metrics import catalogue
 from writeback_exporter.metrics.exposition import Labels, Snapshot
@@ -61,7 +60,7 @@ class Machine(MachineOfCgroups[dict[Labels, tuple[int, int]]]):
             "limit_disks": hash_map("limit_disks"),
             "limit_held": hash_map("limit_held", key=8),
         }
-        self.probe.bpf = cast(Object, SimpleNamespace(maps=self.maps))
+        load(self.probe, self.maps)
         self.probe._rows.make_room(self.hierarchy, rests=())
 
     def plug(self, name: str, major: int, minor: int) -> None:

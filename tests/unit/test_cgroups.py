@@ -23,6 +23,7 @@ from writeback_exporter.names import cgroups as module
 from writeback_exporter.names.cgroups import (
     DYING_SECONDS,
     OTHER,
+    OTHER_ID,
     RETENTION_SECONDS,
     UNATTRIBUTED,
     CgroupfsError,
@@ -577,6 +578,19 @@ def test_labels_in_use(cgroups: Cgroups) -> None:
     assert cgroups.labels_in_use(ONE, set()) == everything
     assert cgroups.labels_in_use(ONE, {(0, 7)}) == everything - {"/released"}
     assert cgroups.labels_in_use(ONE, {(3, 7)}) == everything, "7 of another hierarchy"
+
+
+def test_heirs(cgroups: Cgroups) -> None:
+    nobodys = {UNATTRIBUTED: 0, OTHER: OTHER_ID}
+    cgroups.apply(MKDIR, 0, 5, b"/a", 0.0)
+    assert cgroups.heirs(ONE, set()) == {**nobodys, "/a": 5}
+    cgroups.apply(RMDIR, 0, 5, b"/a", 0.0)
+    assert cgroups.heirs(ONE, set()) == {**nobodys, "/a": 5}
+    cgroups.apply(MKDIR, 0, 6, b"/a", 0.0)
+    assert cgroups.heirs(ONE, set()) == {**nobodys, "/a": 6}, "one that lives rather"
+    assert cgroups.heirs(ONE, {(0, 5)}) == {**nobodys, "/a": 6}
+    cgroups.apply(MKDIR, 0, 7, b"/" + b"x" * 1023, 0.0)
+    assert cgroups.heirs(ONE, set()) == {**nobodys, "/a": 6}, "OTHER's are no single cgroup's"
 
 
 def test_names_of_exited_cgroups_are_bounded(

@@ -12,15 +12,12 @@ import struct
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.memory import MachineOfCgroups, Memory, Values, changed
-from writeback_exporter.kernel.libbpf import Object
+from tests.unit.memory import MachineOfCgroups, Memory, Values, changed, extent, load
 from writeback_exporter.metrics import catalogue
 from writeback_exporter.metrics.exposition import Labels, Snapshot
 from writeback_exporter.metrics.history import Sample
@@ -112,7 +109,11 @@ class Machine(MachineOfCgroups["Scraped"]):
             "bdis": Memory(8, self.bdi.size, 1024),
             "sleepers": Memory(4, self.sleeper.size, 16384),
         }
-        self.probe.bpf = cast(Object, SimpleNamespace(maps=self.maps))
+        counters = [
+            extent(self.bdi, "pauses"),
+            extent(self.bdi, "other.slept_ns", "other.requested_ns"),
+        ]
+        load(self.probe, self.maps, counters={"bdis": counters})
 
     def plug(self, bdi: int, name: str, values: Values | None = None) -> None:
         (self.sysfs / "class/bdi" / name).mkdir(parents=True, exist_ok=True)

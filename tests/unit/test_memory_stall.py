@@ -10,9 +10,8 @@ from typing import cast
 
 import pytest
 
-from tests.unit.memory import MachineOfCgroups, Memory, changed
+from tests.unit.memory import MachineOfCgroups, Memory, changed, load
 from writeback_exporter.features import Refused
-from writeback_exporter.kernel.libbpf import Object
 from writeback_exporter.kernel.loader import Kernel
 from writeback_exporter.metrics.exposition import Labels, Snapshot
 from writeback_exporter.names.cgroups import EventKind, Hierarchies
@@ -37,7 +36,7 @@ class Machine(MachineOfCgroups[Rows]):
         assert stalled is not None
         self.stalls, self.map = stalls, Memory(8, stalls.size, 8192)
         maps = {"memory_stall": self.map, "stalled": Memory(4, stalled.size, 16384)}
-        self.probe.bpf = cast(Object, SimpleNamespace(maps=maps))
+        load(self.probe, maps)
 
     def stalled(self, cgroup: int, slot: int, times: int) -> None:
         slots = [0] * self.stalls.fields["slots"].count

@@ -12,9 +12,8 @@ from typing import cast
 
 import pytest
 
-from tests.unit.memory import MachineOfCgroups, Memory, changed
+from tests.unit.memory import MachineOfCgroups, Memory, changed, load
 from writeback_exporter.features import Refused
-from writeback_exporter.kernel.libbpf import Object
 from writeback_exporter.kernel.loader import Kernel
 from writeback_exporter.metrics import catalogue
 from writeback_exporter.metrics.exposition import Labels, Snapshot
@@ -59,13 +58,8 @@ class Machine(MachineOfCgroups[Scraped]):
         self.open_calls = Memory(4, self.open_call.size, 8192)
         self.in_call: set[int] = set()
         self.asked: list[int] = []
-        self.probe.bpf = cast(
-            Object,
-            SimpleNamespace(
-                maps={"sync": self.sync, "open_calls": self.open_calls},
-                programs={"still_open": SimpleNamespace(run=self._still_open)},
-            ),
-        )
+        maps = {"sync": self.sync, "open_calls": self.open_calls}
+        load(self.probe, maps, {"still_open": self._still_open})
 
     def _still_open(self, tid: int) -> int:
         self.asked.append(tid)

@@ -7,13 +7,11 @@ import mmap
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 
-from tests.unit.memory import MachineOfCgroups, Memory, changed
-from writeback_exporter.kernel.libbpf import KernelBtf, Object
+from tests.unit.memory import MachineOfCgroups, Memory, changed, extent, load
+from writeback_exporter.kernel.libbpf import KernelBtf
 from writeback_exporter.metrics import catalogue
 from writeback_exporter.metrics.catalogue import Metric
 from writeback_exporter.metrics.exposition import Labels, Snapshot
@@ -62,7 +60,8 @@ class Machine(MachineOfCgroups[Scraped]):
             "queued": Memory(8, opened.size, 8192),
             "running": Memory(4, opened.size, 1024),
         }
-        self.probe.bpf = cast(Object, SimpleNamespace(maps=self.maps))
+        works = extent(bdi, "works[0].ns", "works[11].pages")
+        load(self.probe, self.maps, counters={"bdis": [works]})
 
     def plug(self, bdi: int, name: str) -> None:
         (self.sysfs / "class/bdi" / name).mkdir(exist_ok=True)

@@ -127,6 +127,7 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {  # name: (result, argument, ...)
 }
 
 _WARN = 0  # LIBBPF_WARN
+_NOEXIST = 1  # BPF_NOEXIST
 # The verifier's log arrives as one message; its last lines are the ones that matter, and a message
 # longer than the buffer would lose just them. The longest seen was 60 KiB.
 _MESSAGE_SIZE = 1 << 20
@@ -327,6 +328,14 @@ class Map:
     def update(self, key: bytes, value: bytes) -> None:
         """Sets the value, whether or not the key is there."""
         _checked(_lib.bpf_map_update_elem(self.fd, key, value, 0), f"write map {self.name}")
+
+    def insert(self, key: bytes, value: bytes) -> bool:
+        """Sets the value where the key is not there; False where it is."""
+        result = _lib.bpf_map_update_elem(self.fd, key, value, _NOEXIST)
+        if result == -errno.EEXIST:
+            return False
+        _checked(result, f"insert into map {self.name}")
+        return True
 
     def delete(self, key: bytes) -> bool:
         """False where the key was not there."""

@@ -143,9 +143,10 @@ def load(
     targets: Mapping[str, str] | None = None,
 ) -> Object:
     """Loads these programs of the object and attaches them in this order, all or none; those of
-    `also` are loaded, to be attached later. What sees the end of a thing comes before what sees its
-    begin, or things that begin and end while we attach would never end for us. `targets`: the
-    kernel's function for each program whose section names none.
+    `also` are loaded, to be attached later, and those that are at no hook, to be run by us. What
+    sees the end of a thing comes before what sees its begin, or things that begin and end while we
+    attach would never end for us. `targets`: the kernel's function for each program whose section
+    names none.
 
     Raises Refused, with what the kernel said.
     """
@@ -153,7 +154,7 @@ def load(
     try:
         opened = Object(file)
         for program in opened.programs.values():
-            program.autoload = program.name in (*programs, *also)
+            program.autoload = program.name in (*programs, *also) or program.section == "raw_tp"
         for name, function in (targets or {}).items():
             opened.programs[name].set_target(function)
         opened.set_constants(**constants)

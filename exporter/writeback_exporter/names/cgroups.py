@@ -336,12 +336,17 @@ class Cgroups:
             tree.evicted.clear()
             tree.evicted.extend(left)
 
-    def labels_in_use(self, hierarchy: Hierarchy, gone: set[tuple[int, int]]) -> set[str]:
-        """The labels of a hierarchy that stay when `gone` are forgotten: a path may have a new
-        cgroup by then, as that of a service that was started again."""
+    def heirs(self, hierarchy: Hierarchy, gone: set[tuple[int, int]]) -> dict[str, int]:
+        """The labels of a hierarchy that stay when `gone` are forgotten, each with a cgroup that
+        has it: a path may have a new one by then, as that of a service that was started again."""
         tree = self._trees[hierarchy.id]
         exited = (c for c in tree.exited if (hierarchy.id, c) not in gone)
-        return {UNATTRIBUTED, OTHER, *(self.name(hierarchy, c) for c in chain(tree.live, exited))}
+        heirs = {self.name(hierarchy, c): c for c in chain(exited, tree.live)}
+        return {**heirs, UNATTRIBUTED: 0, OTHER: OTHER_ID}
+
+    def labels_in_use(self, hierarchy: Hierarchy, gone: set[tuple[int, int]]) -> set[str]:
+        """The labels of a hierarchy that stay when `gone` are forgotten."""
+        return set(self.heirs(hierarchy, gone))
 
     def listed(self, hierarchy: Hierarchy) -> Iterator[tuple[int, str, bytes]]:
         """(id, label, directory) of each live cgroup that is exported under a label of its own: of

@@ -83,6 +83,11 @@ class Probe(Collector):
         assert layout is not None, f"the value of {name} is a plain number"
         return layout
 
+    def run(self, program: str, *arguments: int) -> int:
+        """Runs a program that is at no hook, which `load` loads as well."""
+        assert self.bpf is not None, "load() comes first"
+        return self.bpf.programs[program].run(*arguments)
+
     def map(self, name: str) -> Map:
         assert self.bpf is not None, "load() comes first"
         return self.bpf.maps[name]
@@ -99,6 +104,16 @@ class Probe(Collector):
             else:
                 self.map(name).delete(key)
         return known
+
+    def _bequeath(self, name: str, key: bytes, heir: bytes) -> None:
+        """Adds an entry to its heir's and deletes it, in one step (bpf/inherit.h)."""
+        words = struct.unpack(f"={2 * len(key) // 8}Q", key + heir)
+        while not self.run(f"{name}_inherit", *words):
+            # The map is full and the heir has no entry: it takes this one's place.
+            row = self.map(name).lookup_and_delete(key)
+            if row is None or self.map(name).insert(heir, row):
+                return
+            self.map(name).insert(key, row)  # the heir has made an entry meanwhile
 
     def _dump(self, name: str, use: str = "") -> list[tuple[bytes, memoryview]]:
         """A map's entries; notes how full it is, under the name that its drops have."""
@@ -125,15 +140,14 @@ class CgroupMap:
         self._probe, self._name, self._more = probe, name, more
         self._hierarchy = Hierarchy(0, "")
         self._entries: list[tuple[bytes, memoryview]] = []
-        self._carried: dict[Labels, bytes] = {}
 
     def make_room(self, hierarchy: Hierarchy, rests: Iterable[bytes] = (b"",)) -> None:
         """At load: whose ids the keys have, and the rests of keys that there can be."""
         self._hierarchy = hierarchy
         bpf_map = self._probe.map(self._name)
         for rest in rests:
-            key = OTHER_ID.to_bytes(8, sys.byteorder) + rest
-            bpf_map.update(key, bytes(bpf_map.value_size))
+            # It is there where the map was pinned.
+            bpf_map.insert(_id(OTHER_ID) + rest, bytes(bpf_map.value_size))
 
     def read(self) -> None:
         self._entries = self._probe._dump(self._name)
@@ -146,7 +160,7 @@ class CgroupMap:
 
     def table(self, cgroups: Cgroups) -> Table:
         """The rows by (cgroup, more...); entries that counted nothing are left out."""
-        table = Table(self._carried)
+        table = Table()
         for _, labels, row in self._rows(cgroups):
             if any(row):
                 table.add(labels, row)
@@ -161,31 +175,23 @@ class CgroupMap:
         self,
         gone: set[tuple[int, int]],
         cgroups: Cgroups,
-        dead_rests: Callable[[bytes], bool] | None = None,
-        rest_in_use: Callable[[Labels], bool] = lambda _: True,
+        heir_of_rest: Callable[[bytes], bytes | None] | None = None,
     ) -> None:
-        """Deletes the entries of these (hierarchy, cgroup), and carries what they counted. Where
-        devices have gone, `dead_rests` tells whether the key's rest is of one of them and
-        `rest_in_use` whether the labels after the cgroup's stay."""
+        """Drops the entries of these (hierarchy, cgroup): what they counted goes to another cgroup
+        that has the label, if there is one. Where devices have gone, `heir_of_rest` gives for a
+        key's rest the one that stays for it, which may be itself, or None."""
         dead = {cgroup for tree, cgroup in gone if tree == self._hierarchy.id}
-        if not dead and dead_rests is None:
+        if not dead and heir_of_rest is None:
             return
-        in_use = cgroups.labels_in_use(self._hierarchy, gone)
-
-        leaving: list[tuple[Labels, bytes]] = []
-        try:
-            for key, labels, _ in list(self._rows(cgroups)):
-                is_dead = int.from_bytes(key[:8], sys.byteorder) in dead
-                if is_dead or (dead_rests is not None and dead_rests(key[8:])):
-                    row = self._probe.map(self._name).lookup_and_delete(key)
-                    if row is not None and any(row):
-                        leaving.append((labels, row))
-        finally:  # what is deleted is carried, though another one could not be
-            self._carried = carry(
-                self._carried,
-                leaving,
-                lambda labels: labels[0] in in_use and rest_in_use(labels[1:]),
-            )
+        heirs = cgroups.heirs(self._hierarchy, gone)
+        for key, labels, _ in list(self._rows(cgroups)):
+            cgroup = int.from_bytes(key[:8], sys.byteorder)
+            heir = heirs.get(labels[0]) if cgroup in dead else cgroup
+            rest = heir_of_rest(key[8:]) if heir_of_rest else key[8:]
+            if heir is None or rest is None:
+                self._probe.map(self._name).delete(key)
+            elif (heir, rest) != (cgroup, key[8:]):
+                self._probe._bequeath(self._name, key, _id(heir) + rest)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -241,13 +247,19 @@ class BdiMap:
                 dead[bdi.id] = bdi
         return dead
 
-    def names_without(self, dead: Mapping[int, Bdi]) -> set[str]:
-        """The names that stay in use when `dead` are forgotten: a device may have come again."""
-        return {bdi.name for bdi in self.known.values() if bdi.id not in dead}
+    def heirs(self, dead: Mapping[int, Bdi]) -> dict[int, int | None]:
+        """For each of `dead` the BDI that has its name when they are forgotten, if there is one: a
+        device may have come again."""
+        left = {self.known[bdi].name: bdi for bdi in sorted(self.known) if bdi not in dead}
+        return {bdi.id: left.get(bdi.name) for bdi in dead.values()}
 
-    def delete(self, dead: Iterable[int]) -> None:
-        for bdi in dead:
-            self._probe.map("bdis").delete(bdi.to_bytes(8, sys.byteorder))
+    def forget(self, heirs: Mapping[int, int | None]) -> None:
+        """Drops BDIs, with what the probe has counted on them where they have no heir."""
+        for bdi, heir in heirs.items():
+            if heir is None:
+                self._probe.map("bdis").delete(_id(bdi))
+            else:
+                self._probe._bequeath("bdis", _id(bdi), _id(heir))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -257,40 +269,40 @@ class Disk(Device):
     name: str
     dev: str
     """MAJOR:MINOR"""
-    seen: int
-    """The number of the reading that found it first."""
+    since_ns: int
+    """When it had its first IO, by the kernel's monotonic clock."""
 
 
-AnyDisk = TypeVar("AnyDisk", bound=Disk)
+DiskKey = TypeVar("DiskKey")
 
 
-def disks_that_left(disks: Iterable[AnyDisk], devices: Devices, now: float) -> list[AnyDisk]:
-    """Those that were unplugged long enough ago for their last samples to have been scraped; `now`
-    is a monotonic time in seconds."""
-    disks = list(disks)
+def disks_that_left(
+    disks: Mapping[DiskKey, Disk], devices: Devices, now: float
+) -> dict[DiskKey, DiskKey | None]:
+    """Those that were unplugged long enough ago for their last samples to have been scraped, each
+    with the one that has its name now, if there is one; `now` is a monotonic time in seconds."""
     # Of two that had one name, the one that came later is the one of today.
-    latest: dict[str, int] = {}
-    for disk in disks:
-        latest[disk.name] = max(disk.seen, latest.get(disk.name, 0))
-    return [
-        disk
-        for disk in disks
-        if disk.has_left(
-            disk.seen == latest[disk.name] and devices.has_disk(disk.name, disk.dev), now
-        )
-    ]
+    latest: dict[str, DiskKey] = {}
+    for key in sorted(disks, key=lambda key: disks[key].since_ns):
+        latest[disks[key].name] = key
+    left: dict[DiskKey, DiskKey | None] = {}
+    for key, disk in disks.items():
+        is_latest = latest[disk.name] == key
+        if disk.has_left(is_latest and devices.has_disk(disk.name, disk.dev), now):
+            left[key] = None if is_latest else latest[disk.name]
+    for key, heir in left.items():
+        if heir in left:  # which has gone, too
+            left[key] = None
+    return left
 
 
 class Table:
     """Rows of a map by label set. A row is a struct of 64 bit counters as the kernel has it, and
     keys of one label set, as two cgroups that had the same path one after the other, are one row.
-
-    What leaves a map while its label set stays in use is carried from table to table, so that no
-    counter ever goes backwards.
     """
 
-    def __init__(self, carried: Mapping[Labels, bytes]) -> None:
-        self.rows: dict[Labels, bytes | memoryview] = dict(carried)
+    def __init__(self) -> None:
+        self.rows: dict[Labels, bytes | memoryview] = {}
 
     def add(self, labels: Labels, row: bytes | memoryview) -> None:
         old = self.rows.get(labels)
@@ -309,22 +321,13 @@ class Table:
         return HistogramFamily(metric, first_exponent, histogram_rows, len(self.rows))
 
 
-def carry(
-    carried: Mapping[Labels, bytes],
-    leaving: Iterable[tuple[Labels, bytes]],
-    in_use: Callable[[Labels], bool],
-) -> dict[Labels, bytes]:
-    """What the next tables carry: what this one did and what is leaving, of the label sets that
-    are still in use."""
-    table = Table(carried)
-    for labels, row in leaving:
-        table.add(labels, row)
-    return {labels: bytes(row) for labels, row in table.rows.items() if in_use(labels)}
-
-
 def c_string(padded: bytes) -> str:
     """A name as a kernel struct has it, as a label value."""
     return printable(padded.split(b"\0", 1)[0])
+
+
+def _id(number: int) -> bytes:
+    return number.to_bytes(8, sys.byteorder)
 
 
 def _sum(left: bytes | memoryview, right: bytes | memoryview) -> bytes:

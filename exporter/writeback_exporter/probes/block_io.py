@@ -34,7 +34,6 @@ from writeback_exporter.probes.base import (
     Row,
     Table,
     c_string,
-    carry,
     disks_that_left,
 )
 
@@ -119,7 +118,7 @@ class BlockIo(Probe):
         ]
         start = disk.fields["depth.sum"].offset
         self._depth_at = slice(start, start + depth.size)
-        self._disk_state = disk.pick("inflight", "name")
+        self._disk_state = disk.pick("since_ns", "inflight", "name")
         self._key = self._key_layout("block_io").pick("cgroup", "disk", "op")
         self._error_key = self._key_layout("block_io_errors").pick("cgroup", "disk", "op", "status")
         self._owner = self._key_layout("block_io").pick("cgroup", "disk")
@@ -127,15 +126,11 @@ class BlockIo(Probe):
 
         self._hierarchy = Hierarchy(0, "")
         self._insert = ""
-        self._readings = 0
         self._io: list[tuple[bytes, memoryview]] = []
         self._errors: list[tuple[bytes, memoryview]] = []
         self._disks: dict[int, _Disk] = {}
-        self._carried: dict[Labels, bytes] = {}
-        self._carried_errors: dict[Labels, bytes] = {}
-        self._carried_depth: dict[Labels, bytes] = {}
-        self._left: dict[Labels, bytes] = {}
-        """By (device, op), what has left block_io with cgroups and disks, of disks in use."""
+        self._left = Table()
+        """By (device, op), what has left block_io with cgroups, of disks in use."""
 
     def load(self, kernel: Kernel, hierarchies: Hierarchies) -> list[Feature]:
         arity = kernel.arity("block_rq_issue", known=(1, 2))
@@ -184,26 +179,24 @@ class BlockIo(Probe):
         return disk in self._disks
 
     def _read_disks(self) -> None:
-        known = self._disks
-        self._disks = {}
-        self._readings += 1
+        known, self._disks = self._disks, {}
         disks = self.map("disks")
         for identity, packed_index in self._dump("disk_index", "disks"):
             (index,) = _INDEX.unpack(packed_index)
             _, dev = self._identity.unpack(identity)
             value = disks.lookup(_INDEX.pack(index)) or b""
-            *_, name = self._disk_state.unpack(value)
+            since_ns, _, name = self._disk_state.unpack(value)
             disk = _Disk(
                 index=index,
                 identity=identity,
                 dev=f"{dev >> 32}:{dev & 0xFFFFFFFF}",
                 value=value,
                 name=c_string(name),
-                seen=self._readings,
+                since_ns=since_ns,
             )
             old = known.get(index)
             if old and old.identity == disk.identity:
-                disk.seen, disk.gone_since = old.seen, old.gone_since
+                disk.gone_since = old.gone_since
             self._disks[index] = disk
 
     def fill(self, snapshot: Snapshot, host: Host) -> None:
@@ -214,13 +207,13 @@ class BlockIo(Probe):
 
         inflight: dict[Labels, float] = {}
         for disk in self._disks.values():
-            requests, _ = self._disk_state.unpack(disk.value)
+            _, requests, _ = self._disk_state.unpack(disk.value)
             labels: Labels = (disk.name,)
             # Signed: a request that hung in a forgotten disk may end in this one's place.
             inflight[labels] = inflight.get(labels, 0) + max(requests, 0)
         snapshot.families.append(family(catalogue.BLOCK_IO_INFLIGHT, inflight.items()))
 
-        errors = Table(self._carried_errors)
+        errors = Table()
         for _, labels, row in self._error_rows(host.cgroups):
             errors.add(labels, row)
         snapshot.families.append(
@@ -242,7 +235,7 @@ class BlockIo(Probe):
                 log.warning("queue time of disks without iostats is not known: %s", error)
 
     def _table(self, cgroups: Cgroups) -> Table:
-        table = Table(self._carried)
+        table = Table()
         for _, labels, row in self._rows(cgroups):
             table.add(labels, row)
         for labels, row in self._other_rows(self._disks):
@@ -259,7 +252,7 @@ class BlockIo(Probe):
                     yield (OTHER, disk.name, op), row
 
     def _depth_family(self) -> HistogramFamily:
-        table = Table(self._carried_depth)
+        table = Table()
         for disk in self._disks.values():
             table.add((disk.name,), disk.value[self._depth_at])
         return table.histogram(catalogue.BLOCK_IO_DEPTH, *self._depth)
@@ -277,7 +270,9 @@ class BlockIo(Probe):
             yield key, (name, self._disks[disk].name, self._ops[op], error_name(status)), row
 
     def sample(self, sample: Sample, host: Host) -> None:
-        table = Table(self._left)
+        table = Table()
+        for labels, row in self._left.rows.items():
+            table.add(labels, row)
         for key, row in self._io:
             _, disk, op = self._key.unpack(key)
             table.add((self._disks[disk].name, self._ops[op]), row)
@@ -288,44 +283,41 @@ class BlockIo(Probe):
         sample.io = {labels: bucket_counts(metric, first, slots) for labels, slots, _ in rows}
 
     def forget(self, gone: set[tuple[int, int]], host: Host, now: float) -> None:
-        unplugged = disks_that_left(self._disks.values(), host.devices, now)
-        dead_disks = {disk.index: disk for disk in unplugged}
-        dead_cgroups = {cgroup for tree, cgroup in gone if tree == self._hierarchy.id}
-        if not dead_disks and not dead_cgroups:
+        disks = disks_that_left(self._disks, host.devices, now)
+        cgroups = {cgroup for tree, cgroup in gone if tree == self._hierarchy.id}
+        if not disks and not cgroups:
             return
-        cgroups = host.cgroups.labels_in_use(self._hierarchy, gone)
-        disks = {disk.name for disk in self._disks.values() if disk.index not in dead_disks}
+        heirs = host.cgroups.heirs(self._hierarchy, gone)
 
-        def leaving(rows: Iterator[Row], bpf_map: str) -> Iterator[tuple[Labels, bytes]]:
+        def drop(bpf_map: str, rows: Iterator[Row]) -> list[tuple[Labels, bytes]]:
+            """What had no heir."""
+            lost = []
             for key, labels, _ in list(rows):
                 cgroup, disk = self._owner.unpack_from(key)
-                if cgroup in dead_cgroups or disk in dead_disks:
-                    row = self.map(bpf_map).lookup_and_delete(key)
-                    if row is not None:
-                        yield labels, row
+                if cgroup not in cgroups and disk not in disks:
+                    continue
+                owner = heirs.get(labels[0]) if cgroup in cgroups else cgroup
+                heir = disks.get(disk, disk)
+                if owner is not None and heir is not None:
+                    rest = key[self._owner.size :]
+                    self._bequeath(bpf_map, key, self._owner.pack(owner, heir) + rest)
+                elif row := self.map(bpf_map).lookup_and_delete(key):
+                    lost.append((labels, row))
+            return lost
 
-        def in_use(labels: Labels) -> bool:
-            return labels[0] in cgroups and labels[1] in disks
+        for labels, row in drop("block_io", self._rows(host.cgroups)):
+            self._left.add(labels[1:], row)
+        drop("block_io_errors", self._error_rows(host.cgroups))
+        for index, heir in disks.items():
+            self._drop_disk(index, heir)
+        names = {disk.name for index, disk in self._disks.items() if index not in disks}
+        for labels in [labels for labels in self._left.rows if labels[0] not in names]:
+            del self._left.rows[labels]
 
-        left = [*leaving(self._rows(host.cgroups), "block_io"), *self._other_rows(dead_disks)]
-        self._carried = carry(self._carried, left, in_use)
-        self._left = carry(
-            self._left,
-            ((labels[1:], row) for labels, row in left),
-            lambda labels: labels[0] in disks,
-        )
-        self._carried_errors = carry(
-            self._carried_errors,
-            leaving(self._error_rows(host.cgroups), "block_io_errors"),
-            in_use,
-        )
-        self._carried_depth = carry(
-            self._carried_depth,
-            (((d.name,), d.value[self._depth_at]) for d in dead_disks.values()),
-            lambda labels: labels[0] in disks,
-        )
-        for disk in dead_disks.values():
-            index = _INDEX.pack(disk.index)
-            self.map("disks").update(index, bytes(len(disk.value)))
-            self.map("disk_index").delete(disk.identity)
-            self.map("disk_owner").delete(index)
+    def _drop_disk(self, index: int, heir: int | None) -> None:
+        place = _INDEX.pack(index)
+        if heir is not None:
+            self.run("disks_inherit", index, heir)
+        self.map("disks").update(place, bytes(len(self._disks[index].value)))
+        self.map("disk_index").delete(self._disks[index].identity)
+        self.map("disk_owner").delete(place)

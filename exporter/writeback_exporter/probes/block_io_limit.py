@@ -75,14 +75,13 @@ class BlockIoLimit(Probe):
         self._held = self._value_layout("limit_held").pick("key.gendisk", "key.dev")
         self._hold = self._value_layout("limit_held").pick("key.limit", "since_ns")
         self._identity = self._key_layout("limit_disks").pick("gendisk", "dev")
-        self._disk_name = self._value_layout("limit_disks").pick("name")
+        self._disk = self._value_layout("limit_disks").pick("since_ns", "name")
         self._limits = [
             limit.removeprefix("LIMIT_").lower()
             for limit in self.file.enum("limit")
             if limit != "LIMITS"
         ]
         self._rows = CgroupMap(self, "block_io_limit", self._more)
-        self._readings = 0
         self._disks: dict[tuple[int, int], _Disk] = {}
 
     def load(self, kernel: Kernel, hierarchies: Hierarchies) -> list[Feature]:
@@ -149,15 +148,14 @@ class BlockIoLimit(Probe):
         self._rows.read()
         self._give_up_old()
         known, self._disks = self._disks, {}
-        self._readings += 1
         for identity, value in self._dump("limit_disks"):
             gendisk, dev = self._identity.unpack(identity)
-            (name,) = self._disk_name.unpack(value)
+            since_ns, name = self._disk.unpack(value)
             old = known.get((gendisk, dev))
             self._disks[gendisk, dev] = old or _Disk(
                 name=c_string(name),
                 dev=f"{dev >> _MINOR_BITS}:{dev & ((1 << _MINOR_BITS) - 1)}",
-                seen=self._readings,
+                since_ns=since_ns,
                 identity=identity,
             )
         self._rows.keep(lambda rest: self._unpacked(rest)[:2] in self._disks)
@@ -185,26 +183,23 @@ class BlockIoLimit(Probe):
         )
 
     def forget(self, gone: set[tuple[int, int]], host: Host, now: float) -> None:
-        left = {
-            self._identity.unpack(disk.identity): disk
-            for disk in disks_that_left(self._disks.values(), host.devices, now)
-        }
+        left = disks_that_left(self._disks, host.devices, now)
         if not left:
             self._rows.forget(gone, host.cgroups)
             return
-        names = {disk.name for key, disk in self._disks.items() if key not in left}
-        self._rows.forget(
-            gone,
-            host.cgroups,
-            lambda rest: self._unpacked(rest)[:2] in left,
-            lambda more: more[0] in names,
-        )
+
+        def heir_of_rest(rest: bytes) -> bytes | None:
+            *disk, limit = self._unpacked(rest)
+            heir = left.get((disk[0], disk[1]), (disk[0], disk[1]))
+            return heir and self._key.pack(*heir, limit)[8:]
+
+        self._rows.forget(gone, host.cgroups, heir_of_rest)
         # What was held when the disk went, and whose end the kernel has not shown us.
         for key, hold in self._dump("limit_held"):
             if self._held.unpack(hold) in left:
                 self.map("limit_held").delete(key)
-        for disk in left.values():
-            self.map("limit_disks").delete(disk.identity)
+        for disk in left:
+            self.map("limit_disks").delete(self._disks[disk].identity)
 
 
 def _is_in(kernel: Kernel, policy: _Policy) -> bool:

@@ -8,7 +8,6 @@ import struct
 import time
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping
-from itertools import chain
 
 from writeback_exporter.collector import Host
 from writeback_exporter.features import Feature, Refused
@@ -22,7 +21,7 @@ from writeback_exporter.names.cgroups import (
     Hierarchies,
     Hierarchy,
 )
-from writeback_exporter.probes.base import Bdi, BdiMap, Probe, Row, Table, carry
+from writeback_exporter.probes.base import Bdi, BdiMap, Probe, Row, Table
 
 _CLOCK_MONOTONIC_COARSE = 6  # include/uapi/linux/time.h; the time module does not name it
 _VALUES_ARITY, _CONTROL_ARITY = 12, 8
@@ -73,8 +72,8 @@ class DirtyThrottle(Probe):
         self._throttles: list[tuple[bytes, memoryview]] = []
         self._asleep: Counter[tuple[int, int]] = Counter()
         self._bdis = BdiMap(self)
-        self._carried: dict[Labels, bytes] = {}
-        self._carried_pauses: dict[Labels, bytes] = {}
+        self._inherited_ns: Counter[Hashable] = Counter()
+        """What is in rows of others' sleep, and no news for the status page."""
 
     def load(self, kernel: Kernel, hierarchies: Hierarchies) -> list[Feature]:
         arity = kernel.arity("balance_dirty_pages", known=(_VALUES_ARITY, _CONTROL_ARITY))
@@ -121,7 +120,7 @@ class DirtyThrottle(Probe):
                 self._asleep[cgroup, bdi] += 1
 
     def fill(self, snapshot: Snapshot, host: Host) -> None:
-        table = Table(self._carried)
+        table = Table()
         for _, labels, row in self._rows(host.cgroups):
             table.add(labels, row)
         for labels, row in self._other_rows(self._bdis.known):
@@ -150,7 +149,7 @@ class DirtyThrottle(Probe):
         return asleep
 
     def _fill_bdis(self, snapshot: Snapshot) -> None:
-        pauses = Table(self._carried_pauses)
+        pauses = Table()
         state: dict[str, tuple[int, ...]] = {}
         for bdi in sorted(self._bdis.known.values(), key=lambda bdi: bdi.id):
             pauses.add((bdi.name,), bdi.value[self._pauses_at])
@@ -191,40 +190,43 @@ class DirtyThrottle(Probe):
                 yield (OTHER, bdi.name), row
 
     def sample(self, sample: Sample, host: Host) -> None:
-        throttled: dict[Hashable, tuple[Labels, int]] = {
-            key: (labels, *self._slept.unpack(row)) for key, labels, row in self._rows(host.cgroups)
-        }
+        throttled: dict[Hashable, tuple[Labels, int]] = {}
+        for key, labels, row in self._rows(host.cgroups):
+            throttled[key] = labels, self._slept_ns(row) - self._inherited_ns[key]
         for bdi in self._bdis.known.values():
-            throttled[bdi.id] = ((OTHER, bdi.name), *self._slept.unpack(bdi.value[self._other_at]))
+            slept_ns = self._slept_ns(bdi.value[self._other_at])
+            throttled[bdi.id] = (OTHER, bdi.name), slept_ns - self._inherited_ns[bdi.id]
         sample.throttled = throttled
         sample.asleep = self._asleep_by_labels(host.cgroups)
         names = {bdi.name for bdi in self._bdis.known.values()}
         sample.disks = {bdi: disk for bdi in names if (disk := host.devices.name(bdi))}
 
+    def _slept_ns(self, row: bytes | memoryview) -> int:
+        (slept_ns,) = self._slept.unpack(row)
+        return int(slept_ns)
+
     def forget(self, gone: set[tuple[int, int]], host: Host, now: float) -> None:
-        dead_bdis = self._bdis.dead(host.devices, now)
-        dead_cgroups = {cgroup for tree, cgroup in gone if tree == self._hierarchy.id}
-        if not dead_bdis and not dead_cgroups:
+        bdis = self._bdis.heirs(self._bdis.dead(host.devices, now))
+        cgroups = {cgroup for tree, cgroup in gone if tree == self._hierarchy.id}
+        if not bdis and not cgroups:
             return
-        cgroups = host.cgroups.labels_in_use(self._hierarchy, gone)
-        bdis = self._bdis.names_without(dead_bdis)
-
-        def leaving() -> Iterator[tuple[Labels, bytes]]:
-            for key, labels, _ in list(self._rows(host.cgroups)):
-                cgroup, bdi = self._key.unpack(key)
-                if cgroup in dead_cgroups or bdi in dead_bdis:
-                    row = self.map("dirty_throttle").lookup_and_delete(key)
-                    if row is not None:
-                        yield labels, row
-
-        self._carried = carry(
-            self._carried,
-            chain(leaving(), self._other_rows(dead_bdis)),
-            lambda labels: labels[0] in cgroups and labels[1] in bdis,
-        )
-        self._carried_pauses = carry(
-            self._carried_pauses,
-            (((bdi.name,), bytes(bdi.value[self._pauses_at])) for bdi in dead_bdis.values()),
-            lambda labels: labels[0] in bdis,
-        )
-        self._bdis.delete(dead_bdis)
+        heirs = host.cgroups.heirs(self._hierarchy, gone)
+        for key, labels, row in list(self._rows(host.cgroups)):
+            cgroup, bdi = self._key.unpack(key)
+            if cgroup not in cgroups and bdi not in bdis:
+                continue
+            owner = heirs.get(labels[0]) if cgroup in cgroups else cgroup
+            heir = bdis.get(bdi, bdi)
+            if owner is None or heir is None:
+                self.map("dirty_throttle").delete(key)
+            else:
+                heirs_key = self._key.pack(owner, heir)
+                self._bequeath("dirty_throttle", key, heirs_key)
+                self._inherited_ns[heirs_key] += self._slept_ns(row)
+            del self._inherited_ns[key]
+        for bdi, heir in bdis.items():
+            if heir is not None:
+                row = self._bdis.known[bdi].value[self._other_at]
+                self._inherited_ns[heir] += self._slept_ns(row)
+            del self._inherited_ns[bdi]
+        self._bdis.forget(bdis)

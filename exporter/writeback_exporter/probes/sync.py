@@ -79,7 +79,7 @@ class Sync(Probe):
         constants = {"memory_v1": hierarchies.memory_v1}
         try:
             targets = self._targets(kernel)
-            self.bpf = load(self.file, [*targets], constants, ["still_open"], targets)
+            self.bpf = load(self.file, [*targets], constants, targets=targets)
             feature = Feature("sync_fentry", True)
         except Refused as refusal:
             if not kernel.syscall_tracepoints:
@@ -92,7 +92,7 @@ class Sync(Probe):
             feature = Feature.refused("sync_fentry", refusal)
             _check_tracefs()
             programs = [f"{call}_{side}_tp" for call in self._calls for side in ("exit", "enter")]
-            self.bpf = load(self.file, programs, constants, ["still_open"])
+            self.bpf = load(self.file, programs, constants)
         self._hierarchy = hierarchies.task
         self._sync.make_room(
             hierarchies.task,
@@ -136,13 +136,9 @@ class Sync(Probe):
         for tid, value in entries:
             cgroup, call, start_ns = self._open_call.unpack(value)
             age_ns = max(now - start_ns, 0)
-            if age_ns < _DOUBT_NS or self._still_open(tid):
+            number = int.from_bytes(tid, sys.byteorder)
+            if age_ns < _DOUBT_NS or self.run("still_open", number):
                 self._open.append((cgroup, call, age_ns))
-
-    def _still_open(self, tid: bytes) -> bool:
-        assert self.bpf is not None, "load() comes first"
-        program = self.bpf.programs["still_open"]
-        return bool(program.run(int.from_bytes(tid, sys.byteorder)))
 
     def fill(self, snapshot: Snapshot, host: Host) -> None:
         table = self._sync.table(host.cgroups)

@@ -15,7 +15,7 @@ from writeback_exporter.kernel.loader import Kernel, load
 from writeback_exporter.metrics import catalogue
 from writeback_exporter.metrics.exposition import Labels, Snapshot, family
 from writeback_exporter.names.cgroups import Hierarchies
-from writeback_exporter.probes.base import Bdi, BdiMap, Probe, Table, carry
+from writeback_exporter.probes.base import Bdi, BdiMap, Probe, Table
 
 _PREFIX = "WB_REASON_"
 _OTHER = "other"
@@ -61,7 +61,6 @@ class Work(Probe):
         self._bdis = BdiMap(self)
         self._open: list[_Open] = []
         self._now_ns = 0
-        self._carried: dict[Labels, bytes] = {}
 
     def load(self, kernel: Kernel, hierarchies: Hierarchies) -> list[Feature]:
         for tracepoint in ("queue", "exec", "start", "written"):
@@ -87,7 +86,7 @@ class Work(Probe):
         return self.reasons.get(number, _OTHER) if number < len(self._rows_at) - 1 else _OTHER
 
     def fill(self, snapshot: Snapshot, host: Host) -> None:
-        table = Table(self._carried)
+        table = Table()
         for labels, row in self._rows(self._bdis.known.values()):
             table.add(labels, row)
         snapshot.histograms.append(
@@ -130,10 +129,4 @@ class Work(Probe):
             bdi = self._bdis.known.get(work.bdi)
             if bdi is None or bdi.gone_since is not None:
                 self._give_up(work)
-        if not dead:
-            return
-        names = self._bdis.names_without(dead)
-        self._carried = carry(
-            self._carried, self._rows(dead.values()), lambda labels: labels[0] in names
-        )
-        self._bdis.delete(dead)
+        self._bdis.forget(self._bdis.heirs(dead))
