@@ -32,6 +32,38 @@ struct {
 	__uint(max_entries, 1 << 20); /* about 8,000 events */
 } cgroup_events SEC(".maps");
 
+/*
+ * What user space knows of cgroups that cannot be learnt again: kept here for an exporter that comes
+ * after a killed one, and by nobody else.
+ */
+struct cgroup_identity {
+	__u64 id;
+	__u32 hierarchy;
+	__u32 zero;
+};
+
+struct exited_cgroup {
+	__u32 released;
+	char path[PATH_SIZE];
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 16384);
+	__uint(map_flags, BPF_F_NO_PREALLOC); /* a path takes a kilobyte */
+	__type(key, struct cgroup_identity);
+	__type(value, struct exited_cgroup);
+} exited_cgroups SEC(".maps");
+
+/* Which are exported as other though no rule says so; `why` is user space's. */
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 65536);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__type(key, struct cgroup_identity);
+	__type(value, __u32);
+} other_cgroups SEC(".maps");
+
 enum drop {
 	DROP_CGROUP_EVENTS, /* user space walks the tree again */
 	DROPS,

@@ -22,7 +22,7 @@ typedef _Bool bool;
  * The version that the object was built for. The exporter refuses an object of another version, for
  * it would decode the maps by names that may have changed their meaning.
  */
-const char built_for[] SEC("exporter_version") = EXPORTER_VERSION;
+const char built_for[32] SEC("exporter_version") = EXPORTER_VERSION;
 
 char LICENSE[] SEC("license") = "Dual BSD/GPL";
 

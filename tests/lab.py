@@ -391,6 +391,11 @@ class Exporter:
         self.log += rest.splitlines()
         return self.process.returncode
 
+    def kill(self) -> None:
+        """Ends it as the kernel's OOM killer does."""
+        self.process.kill()
+        self.process.communicate(timeout=30)
+
     def __exit__(
         self,
         kind: type[BaseException] | None,

@@ -16,7 +16,9 @@ from typing import NoReturn, TypeVar
 
 from writeback_exporter import __version__, doctor
 from writeback_exporter.exporter import COLLECTORS, Exporter
+from writeback_exporter.features import Refused
 from writeback_exporter.kernel.layout import BadObject
+from writeback_exporter.kernel.pins import Pins
 from writeback_exporter.logs import FORMATS, LEVELS, set_up_logging
 from writeback_exporter.metrics.exposition import negotiate, render
 from writeback_exporter.names.cgroups import CgroupfsError
@@ -65,6 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         pressure_trigger_cgroups=arguments.trigger_cgroups,
         sync_tracepoints=arguments.sync_tracepoints,
         web_config_file=arguments.web_config_file,
+        bpf_pin=arguments.bpf_pin,
     )
     try:
         if arguments.command == "doctor":
@@ -72,7 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.command == "snapshot":
             return _snapshot(settings, arguments.duration, arguments.output)
         return _serve(settings)
-    except (BadObject, CgroupfsError, SysfsError, ConfigError, ListenError, OSError) as error:
+    except (
+        *(BadObject, CgroupfsError, SysfsError, ConfigError, ListenError, Refused, OSError),
+    ) as error:
         print(f"writeback-exporter: {_one_line(str(error))}", file=sys.stderr)
         return _FAILURE
     except KeyboardInterrupt:
@@ -100,7 +105,7 @@ def _serve(settings: Settings) -> int:
 
     def start() -> None:
         try:
-            exporter.start()
+            exporter.start(Pins(settings.bpf_pin) if settings.bpf_pin else None)
         except Exception as error:  # which the main thread reports
             failures.append(error)
             server.stop()
@@ -213,6 +218,15 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="TLS, users and passwords, headers and a rate limit, in the format that Prometheus' "
         "exporters share; read anew when it changes (default: none of these)",
+    )
+    web.add_argument(
+        "--bpf.pin",
+        dest="bpf_pin",
+        metavar="DIRECTORY",
+        help="keep BPF maps and programs in this directory of a BPF file system when the exporter "
+        "ends, such as /sys/fs/bpf/writeback-exporter, for the next one to go on with: a restart "
+        "then misses no event and resets no counter. Removing the directory ends them (default: "
+        "they end with the exporter)",
     )
     snapshot = parser.add_argument_group("snapshot")
     snapshot.add_argument(

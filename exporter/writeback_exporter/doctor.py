@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from writeback_exporter import __version__
 from writeback_exporter.exporter import COLLECTORS, Exporter
 from writeback_exporter.features import Feature
+from writeback_exporter.kernel.pins import examine as examine_pins
 from writeback_exporter.settings import Settings
 
 
@@ -29,6 +30,8 @@ def examine(settings: Settings) -> int:
     try:
         exporter.start()
         features = exporter.features
+        if settings.bpf_pin:
+            features.append(examine_pins(settings.bpf_pin))
         healthy = main_signals(settings, features)
         print(f"writeback-exporter {__version__} on Linux {platform.release()}")
         print(f"block IO is charged in {exporter.hierarchies.io.mount}")

@@ -31,6 +31,7 @@ from writeback_exporter.files.pressure_triggers import PressureTriggers
 from writeback_exporter.files.workload import Workloads
 from writeback_exporter.kernel import libbpf
 from writeback_exporter.kernel.loader import Kernel
+from writeback_exporter.kernel.pins import Pins
 from writeback_exporter.metrics import catalogue
 from writeback_exporter.metrics.exposition import Family, Snapshot, family
 from writeback_exporter.metrics.history import History, Recent, Sample
@@ -94,6 +95,7 @@ class Exporter:
         self._idle = Idle(settings.idle_timeout) if settings.idle_timeout else None
         self._history = History()
         self._found: list[Feature] = []
+        self._pins: Pins | None = None
         cgroups = Cgroups(self.hierarchies, settings.cgroups)
         self.host = Host(cgroups, Devices(settings.sysfs), settings.procfs)
         self.lock = threading.Lock()
@@ -113,21 +115,24 @@ class Exporter:
         """What works here. Controllers of cgroups may be switched on at any time."""
         return attribution(self.hierarchies) + self._found
 
-    def start(self) -> None:
-        """Loads and attaches what this host allows; `features` then says what that is."""
+    def start(self, pins: Pins | None = None) -> None:
+        """Loads and attaches what this host allows, or takes it over from `pins`, which then belong
+        to this exporter; `features` then says what that is."""
+        self._pins = pins
         for feature in attribution(self.hierarchies):
             if not feature.available:
                 log.warning("%s: %s; %s", feature.name, feature.detail, feature.remedy)
         with self.lock:
             self._load()
             self.host.cgroups.walk(time.monotonic())
+            self._lifecycle.recall()
         for reader in self._readers:
             self._start(reader, partial(reader.open, self._settings, self.host, self.lock))
         self.observe()  # from here on the history counts
 
     def _load(self) -> None:
         try:
-            kernel = Kernel(self._settings.procfs, self._settings.sync_tracepoints)
+            kernel = Kernel(self._settings.procfs, self._settings.sync_tracepoints, self._pins)
         except Refused as refusal:
             self._found += [Feature.refused(probe.name, refusal) for probe in self._probes]
             log.error("no BPF: %s", refusal)
@@ -139,6 +144,9 @@ class Exporter:
                 self._start(probe, partial(probe.load, kernel, self.hierarchies))
         finally:
             kernel.close()
+        if self._pins:
+            self._pins.settle()
+            self._found.append(self._pins.feature)
 
     def _start(self, collector: Collector, begin: Callable[[], list[Feature]]) -> None:
         try:
@@ -232,13 +240,16 @@ class Exporter:
         return set() if 0 < self._withheld <= _PATIENCE else gone
 
     def close(self) -> None:
-        """Detaches and unloads all. Waits for a collection that is under way."""
+        """Detaches and unloads all that is not pinned. Waits for a collection that is under way."""
         self._lifecycle.stop_following()
         with self.lock:
             running = self.running.copy()
             self.running.clear()
         for collector in running:  # without the lock, for which a thread of theirs may wait
             collector.close()
+        if self._pins:
+            self._pins.close()
+            self._pins = None
 
     def _warn_of_full_maps(self, runs: list[_Run]) -> None:
         full = {

@@ -53,6 +53,8 @@ class Settings:
     pressure_trigger_cgroups: re.Pattern[str] | None = None
     sync_tracepoints: bool = False
     web_config_file: str | None = None
+    bpf_pin: str | None = None
+    """Where serve pins what it loads, in a BPF file system."""
 
 
 def duration(text: str) -> float:

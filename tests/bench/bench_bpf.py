@@ -82,7 +82,7 @@ def ours(stack: ExitStack, label: str, probe: Probe, kernel: Kernel) -> Contende
     """What the exporter itself would load."""
     stack.callback(probe.close)
     probe.load(kernel, lab.hierarchies())
-    assert probe.bpf is not None
+    assert isinstance(probe.bpf, Object)
     # issue_slots, throttled_control: event and variant.
     programs = {program.name.split("_")[0]: program.name for program in probe.programs()}
     probe.bpf.detach()  # from here on in turns

@@ -19,7 +19,7 @@ from tests import lab
 from writeback_exporter.features import Refused
 from writeback_exporter.kernel import libbpf
 from writeback_exporter.kernel.layout import ObjectFile
-from writeback_exporter.kernel.libbpf import BpfError, KernelBtf, Object, RingBuffer
+from writeback_exporter.kernel.libbpf import BpfError, KernelBtf, Map, Object, RingBuffer
 from writeback_exporter.kernel.loader import Kernel, load, open_file
 
 LIFECYCLE = ["cgroup_mkdir", "cgroup_rename", "cgroup_rmdir", "cgroup_release"]
@@ -112,11 +112,12 @@ def test_verifier_log_is_in_the_error() -> None:
 
 def test_pins_outlive_the_object(bpffs: Path) -> None:
     with load(open_file("cgroup_lifecycle"), LIFECYCLE, {}) as loaded:
-        loaded.maps["drops"].pin(str(bpffs / "drops"))
+        libbpf.pin(loaded.maps["drops"].fd, str(bpffs / "drops"))
         link = loaded.attach("cgroup_mkdir")
         link.pin(str(bpffs / "link"))
-        with pytest.raises(BpfError, match=r"pin map at .*no-bpffs: Invalid argument"):
-            loaded.maps["scratch"].pin(str(bpffs.parent / "no-bpffs"))
+        program = loaded.programs["cgroup_mkdir"].id
+        with pytest.raises(BpfError, match=r"pin .*no-bpffs: Invalid argument"):
+            libbpf.pin(loaded.maps["scratch"].fd, str(bpffs.parent / "no-bpffs"))
     # A new bpffs has iterators of the kernel's in it.
     builtin = {"maps.debug", "progs.debug"}
     assert {path.name for path in bpffs.iterdir()} - builtin == {"drops", "link"}
@@ -125,13 +126,12 @@ def test_pins_outlive_the_object(bpffs: Path) -> None:
     command = ["bpftool", "link", "show", "pinned", str(bpffs / "link")]
     shown = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     assert "cgroup_mkdir" in shown
-    with load(open_file("cgroup_lifecycle"), LIFECYCLE, {}) as loaded:
-        link = loaded.attach("cgroup_mkdir")
-        link.pin(str(bpffs / "second"))
-        link.unpin()
-        loaded.maps["drops"].pin(str(bpffs / "third"))
-        loaded.maps["drops"].unpin(str(bpffs / "third"))
-    assert {path.name for path in bpffs.iterdir()} - builtin == {"drops", "link"}
+    drops = Map.of_descriptor(libbpf.pinned(str(bpffs / "drops")))
+    assert (drops.name, drops.key_size, drops.value_size, drops.max_entries) == ("drops", 4, 8, 1)
+    assert drops.lookup(bytes(4)) == bytes(8)
+    assert libbpf.program_of_link(libbpf.pinned(str(bpffs / "link"))) == program
+    with pytest.raises(BpfError, match=r"open .*/nothing: No such file or directory"):
+        libbpf.pinned(str(bpffs / "nothing"))
 
 
 def test_custom_btf(tmp_path: Path) -> None:

@@ -64,8 +64,12 @@ def relocate(bpf: Object, programs: Iterable[str]) -> dict[str, Relocated]:
     The running kernel may refuse to load what is meant for another one: the programs stay as they
     are then. Raises BpfError where it comes not so far, for at some fields libbpf gives up.
     """
-    sections = [made for name, made in bpf.maps.items() if name.endswith(".rodata")]
-    rodata = b"".join(ctypes.string_at(*made.initial_value()) for made in sections)
+    size = ctypes.c_size_t()
+    sections = [made for name, made in bpf._map_pointers.items() if name.endswith(".rodata")]
+    rodata = b"".join(
+        ctypes.string_at(libbpf._lib.bpf_map__initial_value(made, ctypes.byref(size)), size.value)
+        for made in sections
+    )
     with _debug_log() as log:
         try:
             bpf.load()

@@ -59,11 +59,13 @@ def definitions(path: Path) -> dict[str, Any]:
             "programs": [(program.name, program.section) for program in bpf.programs.values()],
             "maps": {
                 name: (
-                    *(_libbpf.bpf_map__type(ctypes.c_void_p(made._pointer)), made.max_entries),
-                    *(_libbpf.bpf_map__map_flags(ctypes.c_void_p(made._pointer)), made.key_size),
-                    made.value_size,
+                    *(_libbpf.bpf_map__type(pointer), bpf.maps[name].max_entries),
+                    *(_libbpf.bpf_map__map_flags(pointer), bpf.maps[name].key_size),
+                    bpf.maps[name].value_size,
                 )
-                for name, made in bpf.maps.items()
+                for name, pointer in (
+                    (name, ctypes.c_void_p(pointer)) for name, pointer in bpf._map_pointers.items()
+                )
             },
             "layouts": file.maps,
             "constants": {name: size for name, (_, size) in file._constants.items()},

@@ -12,6 +12,7 @@ import pytest
 
 from tests.unit.memory import MachineOfCgroups, Memory, Values, changed, load
 from writeback_exporter.features import Refused
+from writeback_exporter.kernel import loader
 from writeback_exporter.kernel.libbpf import BpfError
 from writeback_exporter.kernel.loader import Kernel
 from writeback_exporter.metrics import catalogue
@@ -244,6 +245,7 @@ class Btf:
 def kernel(functions: Mapping[str, int], safe: bool = True) -> Kernel:
     made = Kernel.__new__(Kernel)
     made.btf = Btf(functions, safe)  # type: ignore[assignment]
+    made._pins = None
     return made
 
 
@@ -310,13 +312,20 @@ def loading(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Loading:
     def run(
         *, without: str = "", bad: str = "", cannot_attach: str = "", safe: bool = True
     ) -> tuple[dict[str, str], list[str]]:
-        def load(file: object, programs: object, constants: object, also: Sequence[str]) -> Loaded:
+        def load(
+            file: object,
+            programs: object,
+            constants: object,
+            also: Sequence[str],
+            targets: object = None,
+        ) -> Loaded:
             assert len(set(also)) == len(also)
             if bad in also:
                 raise BUG
             return Loaded(also, cannot_attach)
 
-        monkeypatch.setattr(block_io_limit, "load", load)
+        for user in (block_io_limit, loader):
+            monkeypatch.setattr(user, "load", load)
         functions = {name: arity for name, arity in ALL.items() if name != without}
         probe = BlockIoLimit()
         found = probe.load(kernel(functions, safe), machine.cgroups.hierarchies)

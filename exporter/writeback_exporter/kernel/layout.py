@@ -7,6 +7,7 @@ second time in Python. BTF's format: Documentation/bpf/btf.rst in the kernel.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import struct
 from collections.abc import Iterator
@@ -39,6 +40,7 @@ _NONSENSE = (
 )
 _REMEDY = "reinstall writeback-exporter, or run `make bpf` in its source"
 _LONGEST_ARRAY = 1 << 16
+_VERSION = "exporter_version"  # the section of that; bpf/kernel.h
 _UNSIGNED = {1: "B", 2: "H", 4: "I", 8: "Q"}
 
 
@@ -110,7 +112,11 @@ class ObjectFile:
             elf = ELFFile(stream)
             sections = {section.name: section for section in elf.iter_sections()}
             btf = sections[".BTF"].data()
-            self.version = sections["exporter_version"].data().rstrip(b"\0").decode()
+            self.digest = hashlib.sha256(
+                repr([(n, s.data()) for n, s in sections.items() if n != _VERSION]).encode()
+            ).hexdigest()
+            """Of all but the version."""
+            self.version = sections[_VERSION].data().rstrip(b"\0").decode()
             self._constants = self._symbols_of(elf, ".rodata")
             self._types = list(_parse(btf))
             self.maps = self._read_maps()

@@ -91,8 +91,8 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {  # name: (result, argument, ...)
     "bpf_program__insn_cnt": (_SIZE, _PTR),
     "bpf_program__set_insns": (_INT, _PTR, _STR, _SIZE),
     "bpf_link__destroy": (_INT, _PTR),
-    "bpf_link__pin": (_INT, _PTR, _STR),
-    "bpf_link__unpin": (_INT, _PTR),
+    "bpf_link__fd": (_INT, _PTR),
+    "bpf_link__disconnect": (None, _PTR),
     "bpf_map__name": (_STR, _PTR),
     "bpf_map__fd": (_INT, _PTR),
     "bpf_map__key_size": (_UINT, _PTR),
@@ -100,8 +100,6 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {  # name: (result, argument, ...)
     "bpf_map__max_entries": (_UINT, _PTR),
     "bpf_map__set_max_entries": (_INT, _PTR, C.c_uint32),
     "bpf_map__initial_value": (_PTR, _PTR, C.POINTER(_SIZE)),
-    "bpf_map__pin": (_INT, _PTR, _STR),
-    "bpf_map__unpin": (_INT, _PTR, _STR),
     "bpf_map_lookup_batch": (_INT, _INT, _PTR, _PTR, _PTR, _PTR, C.POINTER(_UINT), _PTR),
     "bpf_map_lookup_and_delete_batch": (
         *(_INT, _INT, _PTR, _PTR, _PTR, _PTR, C.POINTER(_UINT), _PTR),
@@ -110,8 +108,11 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {  # name: (result, argument, ...)
     "bpf_map_lookup_and_delete_elem": (_INT, _INT, _PTR, _PTR),
     "bpf_map_update_elem": (_INT, _INT, _PTR, _PTR, _U64),
     "bpf_map_delete_elem": (_INT, _INT, _PTR),
+    "bpf_obj_pin": (_INT, _INT, _STR),
+    "bpf_obj_get": (_INT, _STR),
     "bpf_obj_get_info_by_fd": (_INT, _INT, _PTR, C.POINTER(C.c_uint32)),
     "bpf_prog_test_run_opts": (_INT, _INT, C.POINTER(_RunOptions)),
+    "bpf_raw_tracepoint_open": (_INT, _STR, _INT),
     "bpf_prog_load": (_INT, _INT, _STR, _STR, _PTR, _SIZE, _PTR),
     "bpf_enable_stats": (_INT, _INT),
     "ring_buffer__new": (_PTR, _INT, _SampleFn, _PTR, _PTR),
@@ -233,35 +234,36 @@ def version() -> str:
     return text.decode().removeprefix("v")
 
 
+def pin(fd: int, path: str) -> None:
+    """Has a map, program or link stay in the kernel, under a path in a BPF file system, when its
+    last descriptor is closed."""
+    _checked(_lib.bpf_obj_pin(fd, os.fsencode(path)), f"pin {path}")
+
+
+def pinned(path: str) -> int:
+    """A descriptor of what is pinned there."""
+    return _checked(_lib.bpf_obj_get(os.fsencode(path)), f"open {path}")
+
+
 class Map:
-    """A BPF map of a loaded object. Keys and values are bytes in the kernel's layout."""
+    """A BPF map. Keys and values are bytes in the kernel's layout."""
 
-    def __init__(self, pointer: int) -> None:
-        self._pointer = pointer
-        name: bytes = _lib.bpf_map__name(pointer)  # type: ignore[assignment]
-        self.name = name.decode()
-        self.key_size = _lib.bpf_map__key_size(pointer)
-        self.value_size = _lib.bpf_map__value_size(pointer)
+    def __init__(self, name: str, key_size: int, value_size: int, max_entries: int, fd: int = -1):
+        self.name = name
+        self.key_size = key_size
+        self.value_size = value_size
+        self.max_entries = max_entries
+        """May be set before the object is loaded."""
+        self.fd = fd
+        """-1 before the object is loaded."""
 
-    @property
-    def fd(self) -> int:
-        return _lib.bpf_map__fd(self._pointer)
-
-    @property
-    def max_entries(self) -> int:
-        return _lib.bpf_map__max_entries(self._pointer)
-
-    @max_entries.setter
-    def max_entries(self, entries: int) -> None:
-        """Before the object is loaded only."""
-        _checked(
-            _lib.bpf_map__set_max_entries(self._pointer, entries), f"set capacity of {self.name}"
-        )
-
-    def initial_value(self) -> tuple[int, int]:
-        """Address and size of a data section's content before load."""
-        size = _SIZE()
-        return _lib.bpf_map__initial_value(self._pointer, C.byref(size)), size.value
+    @classmethod
+    def of_descriptor(cls, fd: int) -> Map:
+        """A map that is in the kernel already; its name is the kernel's, of 15 bytes at most."""
+        # struct bpf_map_info: type, id, key_size, value_size, max_entries, map_flags, name
+        info = _info(fd, 40)
+        key_size, value_size, max_entries, name = struct.unpack("=8xIII4x16s", info)
+        return cls(name.split(b"\0")[0].decode(), key_size, value_size, max_entries, fd)
 
     def dump(self) -> tuple[bytes, bytes]:
         """All keys and all values, each in one piece and in the same order (BPF_MAP_LOOKUP_BATCH).
@@ -345,31 +347,32 @@ class Map:
         _checked(result, f"delete from map {self.name}")
         return True
 
-    def pin(self, path: str) -> None:
-        """Keeps the map in bpffs when the object is closed."""
-        _checked(_lib.bpf_map__pin(self._pointer, os.fsencode(path)), f"pin map at {path}")
-
-    def unpin(self, path: str) -> None:
-        _checked(_lib.bpf_map__unpin(self._pointer, os.fsencode(path)), f"unpin map from {path}")
-
 
 class Link:
     """An attached program; detached when closed, unless pinned."""
 
     def __init__(self, pointer: int) -> None:
         self._pointer: int | None = pointer
+        self.pinned = False
+        """Whether to leave the program attached when this is closed."""
 
     def pin(self, path: str) -> None:
-        """Keeps the program attached when the object is closed."""
-        _checked(_lib.bpf_link__pin(self._pointer, os.fsencode(path)), f"pin link at {path}")
-
-    def unpin(self) -> None:
-        _checked(_lib.bpf_link__unpin(self._pointer), "unpin link")
+        """EINVAL for what the kernel attaches without a link: programs of classic tracepoints
+        before 5.15."""
+        pin(_lib.bpf_link__fd(self._pointer), path)
+        self.pinned = True
 
     def close(self) -> None:
-        if self._pointer is not None:
-            _lib.bpf_link__destroy(self._pointer)
-            self._pointer = None
+        if self._pointer is None:
+            return
+        fd = _lib.bpf_link__fd(self._pointer)
+        if self.pinned:
+            # Closing alone would not detach, but disable the event of a classic tracepoint.
+            _lib.bpf_link__disconnect(self._pointer)
+        _lib.bpf_link__destroy(self._pointer)
+        if self.pinned:
+            os.close(fd)
+        self._pointer = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,18 +386,42 @@ class Runs:
 
 
 class Program:
-    """A BPF program of an object."""
+    """A BPF program."""
+
+    def __init__(self, name: str, fd: int = -1) -> None:
+        self.name = name
+        self.fd = fd
+        """-1 before the object is loaded."""
+
+    def run(self, *arguments: int) -> int:
+        """Runs a raw tracepoint's program once, with these as its arguments; what it returned."""
+        context = (_U64 * len(arguments))(*arguments)
+        options = _RunOptions(sz=C.sizeof(_RunOptions))
+        options.ctx_in, options.ctx_size_in = C.addressof(context), C.sizeof(context)
+        _checked(_lib.bpf_prog_test_run_opts(self.fd, C.byref(options)), f"run {self.name}")
+        return int(options.retval)
+
+    def runs(self) -> Runs:
+        # struct bpf_prog_info (include/uapi/linux/bpf.h): run_time_ns, run_cnt, recursion_misses at
+        # 192; a kernel without the last leaves it 0.
+        nanoseconds, count, missed = struct.unpack_from("=QQQ", _info(self.fd, 216), 192)
+        return Runs(count, nanoseconds, missed)
+
+    @property
+    def id(self) -> int:
+        """The kernel's number of it."""
+        return int(struct.unpack_from("=I", _info(self.fd, 8), 4)[0])
+
+
+class ObjectProgram(Program):
+    """A program of an object that is being loaded."""
 
     def __init__(self, pointer: int) -> None:
         self._pointer = pointer
         name: bytes = _lib.bpf_program__name(pointer)  # type: ignore[assignment]
         section: bytes = _lib.bpf_program__section_name(pointer)  # type: ignore[assignment]
-        self.name = name.decode()
+        super().__init__(name.decode())
         self.section = section.decode()
-
-    @property
-    def fd(self) -> int:
-        return _lib.bpf_program__fd(self._pointer)
 
     @property
     def autoload(self) -> bool:
@@ -430,13 +457,8 @@ class Program:
         new = b"".join(calls.get(instruction, instruction) for instruction in old)
         _checked(_lib.bpf_program__set_insns(self._pointer, new, len(old)), f"prepare {self.name}")
 
-    def run(self, *arguments: int) -> int:
-        """Runs a raw tracepoint's program once, with these as its arguments; what it returned."""
-        context = (_U64 * len(arguments))(*arguments)
-        options = _RunOptions(sz=C.sizeof(_RunOptions))
-        options.ctx_in, options.ctx_size_in = C.addressof(context), C.sizeof(context)
-        _checked(_lib.bpf_prog_test_run_opts(self.fd, C.byref(options)), f"run {self.name}")
-        return int(options.retval)
+    def loaded_fd(self) -> int:
+        return _lib.bpf_program__fd(self._pointer)
 
     def attach(self) -> Link:
         """Attaches where the program's section or `set_target` says."""
@@ -446,16 +468,25 @@ class Program:
             raise _failure(f"attach {self.name} to {self.section}")
         return Link(pointer)
 
-    def runs(self) -> Runs:
-        # struct bpf_prog_info (include/uapi/linux/bpf.h): run_time_ns, run_cnt, recursion_misses at
-        # 192; a kernel without the last leaves it 0.
-        info = C.create_string_buffer(216)
-        size = C.c_uint32(len(info))
-        _checked(
-            _lib.bpf_obj_get_info_by_fd(self.fd, info, C.byref(size)), f"ask about {self.name}"
-        )
-        nanoseconds, count, missed = struct.unpack_from("=QQQ", info, 192)
-        return Runs(count, nanoseconds, missed)
+
+def attach(program: Program) -> int:
+    """Attaches a loaded program of a typed tracepoint or of a function, where it was loaded for; a
+    descriptor of the link."""
+    return _checked(_lib.bpf_raw_tracepoint_open(None, program.fd), f"attach {program.name}")
+
+
+def program_of_link(fd: int) -> int:
+    """The kernel's number of a link's program."""
+    # struct bpf_link_info: type, id, prog_id
+    return int(struct.unpack_from("=I", _info(fd, 12), 8)[0])
+
+
+def _info(fd: int, size: int) -> bytes:
+    """What the kernel says of a map, program or link, up to `size` bytes."""
+    info = C.create_string_buffer(size)
+    length = C.c_uint32(size)
+    _checked(_lib.bpf_obj_get_info_by_fd(fd, info, C.byref(length)), f"ask about descriptor {fd}")
+    return info.raw
 
 
 class Object:
@@ -467,34 +498,36 @@ class Object:
         options.btf_custom_path = os.fsencode(btf) if btf else None
         self.file = file
         self._btf = btf
-        self._links: list[tuple[str, Link]] = []
+        self._links: dict[str, Link] = {}
+        self._pins: str | None = None
         _pending().clear()
         pointer = _lib.bpf_object__open_file(os.fsencode(file.path), C.byref(options))
         if not pointer:
             raise _failure(f"open BPF object {file.path}")
         self._pointer: int | None = pointer
-        self.programs: dict[str, Program] = {}
+        self.programs: dict[str, ObjectProgram] = {}
         self.maps: dict[str, Map] = {}
-        self._constants: Map | None = None
+        self._map_pointers: dict[str, int] = {}
         item = _lib.bpf_object__next_program(pointer, None)
         while item:
-            program = Program(item)
+            program = ObjectProgram(item)
             self.programs[program.name] = program
             item = _lib.bpf_object__next_program(pointer, item)
         item = _lib.bpf_object__next_map(pointer, None)
         while item:
-            bpf_map = Map(item)
-            if bpf_map.name.endswith(".rodata"):
-                self._constants = bpf_map
+            name: bytes = _lib.bpf_map__name(item)  # type: ignore[assignment]
+            ask = (_lib.bpf_map__key_size, _lib.bpf_map__value_size, _lib.bpf_map__max_entries)
+            bpf_map = Map(name.decode(), *(question(item) for question in ask))
             self.maps[bpf_map.name] = bpf_map
+            self._map_pointers[bpf_map.name] = item
             item = _lib.bpf_object__next_map(pointer, item)
 
     def set_constants(self, **values: int) -> None:
         """Sets `const volatile` globals by name, before the object is loaded."""
         for name, value in values.items():
             offset, size = self.file.constant(name)
-            assert self._constants is not None
-            start, _ = self._constants.initial_value()
+            (section,) = (p for m, p in self._map_pointers.items() if m.endswith(".rodata"))
+            start = _lib.bpf_map__initial_value(section, C.byref(_SIZE()))
             C.memmove(start + offset, value.to_bytes(size, sys.byteorder, signed=value < 0), size)
 
     def load(self) -> None:
@@ -503,22 +536,52 @@ class Object:
             if program.autoload:
                 program.prepare(self._btf)
         _pending().clear()
+        for name, pointer in self._map_pointers.items():
+            entries = self.maps[name].max_entries
+            if entries != _lib.bpf_map__max_entries(pointer):
+                result = _lib.bpf_map__set_max_entries(pointer, entries)
+                _checked(result, f"set capacity of {name}")
         _checked(_lib.bpf_object__load(self._pointer), f"load {self.file.name}")
+        for name, pointer in self._map_pointers.items():
+            self.maps[name].fd = _lib.bpf_map__fd(pointer)
+        for program in self.programs.values():
+            if program.autoload:
+                program.fd = program.loaded_fd()
 
     def attach(self, program: str) -> Link:
         """Attaches a program; the object keeps the link and closes it with itself."""
         link = self.programs[program].attach()
-        self._links.append((program, link))
+        self._links[program] = link
+        if self._pins:
+            link.pin(f"{self._pins}/link-{program}")
         return link
+
+    def pin(self, directory: str) -> None:
+        """Pins the maps, loaded programs and links: DIRECTORY/{map,program,link}-NAME."""
+        for bpf_map in self.maps.values():
+            if "." not in bpf_map.name:  # the programs keep their data sections
+                pin(bpf_map.fd, f"{directory}/map-{bpf_map.name}")
+        for program in self.programs.values():
+            if program.autoload:
+                pin(program.fd, f"{directory}/program-{program.name}")
+        for name, link in self._links.items():
+            link.pin(f"{directory}/link-{name}")
+
+    def stay_in(self, directory: str | None) -> None:
+        """Where what was pinned is now, and what is attached from now on is pinned; None where its
+        pins were removed."""
+        self._pins = directory
+        for link in self._links.values():
+            link.pinned = directory is not None
 
     @property
     def attached(self) -> tuple[str, ...]:
         """The programs that run now."""
-        return tuple(program for program, _ in self._links)
+        return tuple(self._links)
 
     def detach(self) -> None:
         """Detaches all programs; they stay loaded, and the maps are as they were."""
-        for _, link in self._links:
+        for link in self._links.values():
             link.close()
         self._links.clear()
 

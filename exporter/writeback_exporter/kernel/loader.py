@@ -20,6 +20,7 @@ from writeback_exporter.features import NO_DESCRIPTOR, RAISE_DESCRIPTORS, Refuse
 from writeback_exporter.kernel import libbpf
 from writeback_exporter.kernel.layout import BadObject, ObjectFile
 from writeback_exporter.kernel.libbpf import BpfError, KernelBtf, LibbpfMissing, Object
+from writeback_exporter.kernel.pins import PinnedObject, Pins, fingerprint
 
 OBJECTS = Path(__file__).parent.parent / "objects"
 BTF = "/sys/kernel/btf/vmlinux"
@@ -31,13 +32,20 @@ _CAP_SYS_ADMIN, _CAP_PERFMON, _CAP_BPF = 21, 38, 39
 class Kernel:
     """The running kernel as far as loading BPF depends on it."""
 
-    def __init__(self, procfs: str = "/proc", syscall_tracepoints: bool = False) -> None:
+    def __init__(
+        self,
+        procfs: str = "/proc",
+        syscall_tracepoints: bool = False,
+        pins: Pins | None = None,
+    ) -> None:
         """Raises Refused where no BPF program can be loaded at all.
 
-        `syscall_tracepoints`: whether those may be used, at a cost to every system call.
+        `syscall_tracepoints`: whether those may be used, at a cost to every system call. `pins`:
+        where what is loaded stays when the exporter ends.
         """
         self.procfs = procfs
         self.syscall_tracepoints = syscall_tracepoints
+        self._pins = pins
         try:
             libbpf.version()
         except LibbpfMissing as error:
@@ -65,6 +73,28 @@ class Kernel:
 
     def close(self) -> None:
         self.btf.close()
+
+    def load(
+        self,
+        file: ObjectFile,
+        programs: Sequence[str],
+        constants: Mapping[str, int],
+        also: Sequence[str] = (),
+        targets: Mapping[str, str] | None = None,
+    ) -> Object | PinnedObject:
+        """As the function `load`; or the same, taken over from an exporter before this one."""
+        if self._pins is None:
+            return load(file, programs, constants, also, targets)
+        mark = fingerprint(file, [*programs, *also], constants, targets or {})
+        try:
+            taken = self._pins.take_over(file, mark, programs, also)
+        except BpfError as error:
+            raise refusal(error) from error
+        if taken:
+            return taken
+        opened = load(file, programs, constants, also, targets)
+        self._pins.keep(opened, mark)
+        return opened
 
     def arity(self, tracepoint: str, known: Iterable[int]) -> int:
         """Number of a tracepoint's arguments, which must be one that we have a program for."""

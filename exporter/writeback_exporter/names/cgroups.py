@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import os
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import chain
@@ -239,6 +239,47 @@ class Cgroups:
                 if exited.released_at is None:
                     exited.released_at = now
 
+    def exited(self) -> Iterator[tuple[int, int]]:
+        """(hierarchy, id) of each exited cgroup."""
+        for tree in self._trees.values():
+            for cgroup in tree.exited:
+                yield tree.hierarchy.id, cgroup
+
+    def exit_of(self, hierarchy: int, cgroup: int) -> tuple[bytes, bool] | None:
+        """Path of an exited cgroup and whether the kernel has released it; None of any other."""
+        tree = self._trees.get(hierarchy)
+        exited = tree.exited.get(cgroup) if tree else None
+        return (_encoded(exited.path), exited.released_at is not None) if exited else None
+
+    def others(self) -> Iterator[tuple[int, int, str]]:
+        """(hierarchy, id, why) of each cgroup that is exported as OTHER though no rule says so."""
+        for tree in self._trees.values():
+            for cgroup, why in tree.collapsed.items():
+                if why != "rule":
+                    yield tree.hierarchy.id, cgroup, why
+
+    def recall(
+        self,
+        exited: Iterable[tuple[int, int, bytes, bool]],
+        others: Iterable[tuple[int, int, str]],
+        now: float,
+    ) -> None:
+        """After the first walk: takes in what another process has known of exited cgroups, as
+        (hierarchy, id, path, released), and from `others`."""
+        for hierarchy, cgroup, path, released in exited:
+            tree = self._trees.get(hierarchy)
+            if tree and cgroup not in tree.live:
+                tree.exited[cgroup] = _Exited(_decoded(path), now, now if released else None)
+        for hierarchy, cgroup, why in others:
+            tree = self._trees.get(hierarchy)
+            if tree:
+                tree.labels[cgroup], tree.collapsed[cgroup] = OTHER, why
+        # Ids count up: should there be more than the limit by now, those go without a label that
+        # had none before.
+        for tree in self._trees.values():
+            for cgroup in sorted(tree.live.keys() | tree.exited.keys()):
+                self.name(tree.hierarchy, cgroup)
+
     def apply(self, kind: EventKind, hierarchy: int, cgroup: int, path: bytes, now: float) -> None:
         """Takes in one event of the kernel, in its order."""
         tree = self._trees.get(hierarchy)
@@ -295,6 +336,9 @@ class Cgroups:
         label = None if path is None else self.rules.label(_label(path))
         if path is None:
             tree.collapsed[cgroup] = "no name"
+            # No event will tell that it goes: it came and went while nobody listened. Its rows
+            # become OTHER's.
+            tree.evicted.append(cgroup)
         elif label is None:
             tree.collapsed[cgroup] = "rule"
         elif label not in tree.shown and len(tree.shown) >= self.rules.limit:

@@ -15,6 +15,7 @@ from writeback_exporter.features import Feature
 from writeback_exporter.kernel.layout import Layout, ObjectFile
 from writeback_exporter.kernel.libbpf import Map, Object, Program
 from writeback_exporter.kernel.loader import Kernel, open_file
+from writeback_exporter.kernel.pins import PinnedObject
 from writeback_exporter.metrics.catalogue import Metric
 from writeback_exporter.metrics.exposition import HistogramFamily, HistogramRow, Labels
 from writeback_exporter.names.cgroups import (
@@ -45,7 +46,7 @@ class Probe(Collector):
 
     def __init__(self) -> None:
         self.file: ObjectFile = open_file(self.name)
-        self.bpf: Object | None = None
+        self.bpf: Object | PinnedObject | None = None
         self.use: dict[str, MapUse] = {}
 
     @abstractmethod
@@ -117,14 +118,17 @@ class Probe(Collector):
 
     def _dump(self, name: str, use: str = "") -> list[tuple[bytes, memoryview]]:
         """A map's entries; notes how full it is, under the name that its drops have."""
+        entries = self._entries(name)
+        self.use[use or name] = MapUse(len(entries), self.map(name).max_entries)
+        return entries
+
+    def _entries(self, name: str) -> list[tuple[bytes, memoryview]]:
         source = self.map(name)
         keys, values = source.dump()
         view, key_size, size = memoryview(values), source.key_size, source.value_size
-        count = len(keys) // key_size
-        self.use[use or name] = MapUse(count, source.max_entries)
         return [
             (keys[i * key_size : (i + 1) * key_size], view[i * size : (i + 1) * size])
-            for i in range(count)
+            for i in range(len(keys) // key_size)
         ]
 
 

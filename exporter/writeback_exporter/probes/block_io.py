@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from writeback_exporter.collector import Host
 from writeback_exporter.features import Feature
 from writeback_exporter.kernel.libbpf import BpfError
-from writeback_exporter.kernel.loader import Kernel, load
+from writeback_exporter.kernel.loader import Kernel
 from writeback_exporter.metrics import catalogue
 from writeback_exporter.metrics.exposition import (
     HistogramFamily,
@@ -145,12 +145,14 @@ class BlockIo(Probe):
             if number is not None:
                 constants["zone_append_op"] = number
         self._insert = f"insert_{kind}"
-        self.bpf = load(
+        self.bpf = kernel.load(
             self.file,
             [f"{event}_{kind}" for event in events],
             constants,
             also=[self._insert],
         )
+        if self._insert in self.bpf.attached:  # by the exporter before this one
+            self._insert = ""
         self._hierarchy = hierarchies.io
         if slots:
             return [Feature("block_io_request_slots", True)]

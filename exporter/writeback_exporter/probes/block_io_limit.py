@@ -12,6 +12,7 @@ from writeback_exporter.collector import Host
 from writeback_exporter.features import Feature, Refused
 from writeback_exporter.kernel.libbpf import BpfError, Object
 from writeback_exporter.kernel.loader import Kernel, load
+from writeback_exporter.kernel.pins import PinnedObject
 from writeback_exporter.metrics import catalogue
 from writeback_exporter.metrics.exposition import Labels, Snapshot
 from writeback_exporter.names.cgroups import Hierarchies
@@ -99,7 +100,7 @@ class BlockIoLimit(Probe):
         programs = {
             name: policy.programs for name, policy in _POLICIES.items() if name not in refusals
         }
-        self.bpf = self._load_what_can_be(constants, programs, refusals)
+        self.bpf = self._load_what_can_be(kernel, constants, programs, refusals)
         for name in [name for name in programs if name not in refusals]:
             try:
                 for program in programs[name]:
@@ -119,15 +120,16 @@ class BlockIoLimit(Probe):
 
     def _load_what_can_be(
         self,
+        kernel: Kernel,
         constants: Mapping[str, int],
         programs: Mapping[str, tuple[str, ...]],
         refusals: dict[str, Refused],
-    ) -> Object:
+    ) -> Object | PinnedObject:
         """The programs of all policies; where the kernel refuses them, of those that it does not
         refuse alone. Raises Refused where there are none."""
         if programs:
             try:
-                return load(
+                return kernel.load(
                     self.file, (), constants, also=[*chain.from_iterable(programs.values())]
                 )
             except Refused as refusal:
@@ -140,7 +142,7 @@ class BlockIoLimit(Probe):
                 refusals[name] = refusal
         good = [p for name in programs if name not in refusals for p in programs[name]]
         if good:
-            return load(self.file, (), constants, also=good)
+            return kernel.load(self.file, (), constants, also=good)
         raise refusals["max"]
 
     def read(self) -> None:

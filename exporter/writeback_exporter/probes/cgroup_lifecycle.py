@@ -6,13 +6,15 @@ from __future__ import annotations
 import logging
 import os
 import select
+import sys
 import threading
 import time
+import zlib
 
 from writeback_exporter.collector import Host
 from writeback_exporter.features import Feature
 from writeback_exporter.kernel.libbpf import BpfError, RingBuffer
-from writeback_exporter.kernel.loader import Kernel, load, refusal
+from writeback_exporter.kernel.loader import Kernel, refusal
 from writeback_exporter.metrics import catalogue
 from writeback_exporter.metrics.exposition import Snapshot, family
 from writeback_exporter.names.cgroups import NEAR, Cgroups, EventKind, Hierarchies
@@ -21,6 +23,10 @@ from writeback_exporter.probes.base import Probe
 log = logging.getLogger(__name__)
 
 _RECORDS = "cgroup_events"
+_RULES = ((1 << 32) - 1, 0)
+"""No cgroup has this (hierarchy, id): under it other_cgroups says by which rules it was made."""
+_REASONS = ("limit", "no name")
+_KEPT_PATH = 1023
 
 
 class CgroupLifecycle(Probe):
@@ -40,10 +46,16 @@ class CgroupLifecycle(Probe):
         self._stop_read, self._stop_write = -1, -1
         self._dropped = 0
         self._warned = False
+        self._identity = self._key_layout("exited_cgroups").pick("id", "hierarchy")
+        self._exited = self._value_layout("exited_cgroups").pick("released", "path")
+        self._kept_exited: dict[tuple[int, int], bool] = {}
+        self._kept_others: set[tuple[int, int]] = set()
+        """(hierarchy, id) of what is in exited_cgroups and other_cgroups, of the former whether it
+        was released."""
 
     def load(self, kernel: Kernel, hierarchies: Hierarchies) -> list[Feature]:
         kernel.arity("cgroup_mkdir", known=(2,))
-        self.bpf = load(
+        self.bpf = kernel.load(
             self.file,
             ["cgroup_mkdir", "cgroup_rename", "cgroup_rmdir", "cgroup_release"],
             {
@@ -68,6 +80,75 @@ class CgroupLifecycle(Probe):
         cgroup, hierarchy, kind, path = self._fields.unpack(padded)
         path = path.split(b"\0", 1)[0]
         self._cgroups.apply(EventKind(kind), hierarchy, cgroup, path, time.monotonic())
+        if kind in (EventKind.RMDIR, EventKind.RELEASE):
+            # Now, for with the next record this one is gone from the ring buffer.
+            self._keep_exited((hierarchy, cgroup))
+
+    def recall(self) -> None:
+        """After the first walk: takes in what the exporter before this one has known, if it has
+        left its pins."""
+        if self.bpf is None:
+            return
+        exited = []
+        for key, value in self._entries("exited_cgroups"):
+            cgroup, hierarchy = self._identity.unpack(key)
+            released, path = self._exited.unpack(value)
+            exited.append((hierarchy, cgroup, path.split(b"\0", 1)[0], bool(released)))
+            self._kept_exited[hierarchy, cgroup] = bool(released)
+        others = {}
+        for key, value in self._entries("other_cgroups"):
+            cgroup, hierarchy = self._identity.unpack(key)
+            others[hierarchy, cgroup] = int.from_bytes(value, sys.byteorder)
+        rules = zlib.crc32(repr(self._cgroups.rules).encode())
+        if others.pop(_RULES, rules) != rules:
+            # Whoever changes the rules wants the new ones to count, though OTHER's counts go back.
+            for kept in others:
+                self.map("other_cgroups").delete(self._key_of(kept))
+            others.clear()
+        self.map("other_cgroups").update(self._key_of(_RULES), rules.to_bytes(4, sys.byteorder))
+        self._kept_others = {*others}
+        self._cgroups.recall(
+            exited,
+            ((*cgroup, _REASONS[why]) for cgroup, why in others.items() if why < len(_REASONS)),
+            time.monotonic(),
+        )
+
+    def _key_of(self, cgroup: tuple[int, int]) -> bytes:
+        hierarchy, number = cgroup
+        return self._identity.pack(number, hierarchy)
+
+    def _keep_exited(self, cgroup: tuple[int, int]) -> None:
+        """Writes down what is known of an exited cgroup."""
+        known = self._cgroups.exit_of(*cgroup)
+        if known is None or self._kept_exited.get(cgroup) == known[1]:
+            return
+        path, released = known
+        if len(path) <= _KEPT_PATH:
+            self._keep("exited_cgroups", cgroup, self._exited.pack(released, path))
+            self._kept_exited[cgroup] = released
+
+    def _keep(self, name: str, cgroup: tuple[int, int], value: bytes) -> None:
+        try:
+            self.map(name).update(self._key_of(cgroup), value)
+        except BpfError as error:
+            # Full, or no memory: the next exporter will not know it, for this one nothing changes.
+            log.debug("%s", error)
+
+    def _keep_all(self) -> None:
+        """Writes down what changed since the last time, and not by an event."""
+        exited = {*self._cgroups.exited()}
+        for cgroup in exited:
+            self._keep_exited(cgroup)
+        for cgroup in self._kept_exited.keys() - exited:
+            self.map("exited_cgroups").delete(self._key_of(cgroup))
+            del self._kept_exited[cgroup]
+        others = {(hierarchy, cgroup): why for hierarchy, cgroup, why in self._cgroups.others()}
+        for cgroup in others.keys() - self._kept_others:
+            why = _REASONS.index(others[cgroup])
+            self._keep("other_cgroups", cgroup, why.to_bytes(4, sys.byteorder))
+        for cgroup in self._kept_others - others.keys():
+            self.map("other_cgroups").delete(self._key_of(cgroup))
+        self._kept_others = {*others}
 
     def _follow(self) -> None:
         """Empties the ring buffer between scrapes, so that it does not overflow."""
@@ -125,6 +206,8 @@ class CgroupLifecycle(Probe):
 
     def forget(self, gone: set[tuple[int, int]], host: Host, now: float) -> None:
         host.cgroups.forget(gone, now)
+        if self.bpf is not None:
+            self._keep_all()
 
     def stop_following(self) -> None:
         """Ends the thread; whoever calls this must not hold the lock."""

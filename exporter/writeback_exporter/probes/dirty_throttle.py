@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterator, Mapping
 
 from writeback_exporter.collector import Host
 from writeback_exporter.features import Feature, Refused
-from writeback_exporter.kernel.loader import Kernel, load
+from writeback_exporter.kernel.loader import Kernel
 from writeback_exporter.metrics import catalogue
 from writeback_exporter.metrics.exposition import Labels, Snapshot, family
 from writeback_exporter.metrics.history import Sample
@@ -86,11 +86,11 @@ class DirtyThrottle(Probe):
         try:
             kernel.require_fexit_of_sleepers()
             measuring = ["sleep_exit", "sleep_enter", *programs]
-            self.bpf = load(self.file, measuring, {**constants, "measured": True})
+            self.bpf = kernel.load(self.file, measuring, {**constants, "measured": True})
             self.measured = True
             return [Feature("dirty_throttle_measured_sleep", True)]
         except Refused as refusal:
-            self.bpf = load(self.file, programs, {**constants, "measured": False})
+            self.bpf = kernel.load(self.file, programs, {**constants, "measured": False})
             return [Feature.refused("dirty_throttle_measured_sleep", refusal)]
 
     def read(self) -> None:

@@ -18,7 +18,7 @@ from itertools import islice
 from writeback_exporter.collector import Host
 from writeback_exporter.features import Feature, Refused, has_capability, raise_if_exhausted
 from writeback_exporter.files.base import content
-from writeback_exporter.kernel.loader import Kernel, load
+from writeback_exporter.kernel.loader import Kernel
 from writeback_exporter.metrics import catalogue
 from writeback_exporter.metrics.exposition import Snapshot, family
 from writeback_exporter.names.cgroups import OTHER, Hierarchies, Hierarchy
@@ -87,7 +87,7 @@ class IoUring(Probe):
         _check(kernel)
         kernel.arity("io_uring_create", known=(5,))
         constants = {"memory_v1": hierarchies.memory_v1}
-        self.bpf = load(self.file, ["io_uring_create"], constants)
+        self.bpf = kernel.load(self.file, ["io_uring_create"], constants)
         if kernel.has_function("io_sq_cpu_usec"):
             return [Feature("io_uring_thread_time", True)]
         whole_process = Refused(

@@ -7,7 +7,7 @@ import os
 
 from writeback_exporter.collector import Host
 from writeback_exporter.features import Feature, Refused
-from writeback_exporter.kernel.loader import Kernel, load
+from writeback_exporter.kernel.loader import Kernel
 from writeback_exporter.metrics import catalogue
 from writeback_exporter.metrics.exposition import Snapshot
 from writeback_exporter.names.cgroups import Hierarchies
@@ -37,7 +37,7 @@ class MemoryStall(Probe):
                 "boot with psi=1, on a kernel built with CONFIG_PSI=y",
             )
         constants = {"memory_v1": hierarchies.memory_v1}
-        self.bpf = load(self.file, ["stall_leave", "stall_enter"], constants)
+        self.bpf = kernel.load(self.file, ["stall_leave", "stall_enter"], constants)
         self._stalls.make_room(hierarchies.task)
         return []
 

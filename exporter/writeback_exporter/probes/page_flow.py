@@ -8,7 +8,7 @@ import struct
 
 from writeback_exporter.collector import Host
 from writeback_exporter.features import Feature, Refused
-from writeback_exporter.kernel.loader import Kernel, load
+from writeback_exporter.kernel.loader import Kernel
 from writeback_exporter.metrics import catalogue
 from writeback_exporter.metrics.catalogue import Metric
 from writeback_exporter.metrics.exposition import Family, Snapshot, family
@@ -39,11 +39,11 @@ class PageFlow(Probe):
             dirtied, written = "dirtied_page", "written_page"
         constants = {"memory_v1": hierarchies.memory_v1}
         try:
-            self.bpf = load(self.file, [written, dirtied], constants)
+            self.bpf = kernel.load(self.file, [written, dirtied], constants)
             feature = Feature(_FEATURE, True)
         except Refused as refusal:
             kernel.arity("writeback_single_inode", known=(3,))
-            self.bpf = load(self.file, ["written_inode", dirtied], constants)
+            self.bpf = kernel.load(self.file, ["written_inode", dirtied], constants)
             feature = Feature.refused(_FEATURE, refusal)
         self._dirtied.make_room(hierarchies.task)
         # An inode's owner is a cgroup of the memory controller.

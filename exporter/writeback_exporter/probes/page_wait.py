@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from writeback_exporter.collector import Host
 from writeback_exporter.features import Feature, Refused
-from writeback_exporter.kernel.loader import Kernel, load
+from writeback_exporter.kernel.loader import Kernel
 from writeback_exporter.metrics import catalogue
 from writeback_exporter.metrics.exposition import Snapshot
 from writeback_exporter.names.cgroups import Hierarchies
@@ -34,11 +34,11 @@ class PageWait(Probe):
         constants = {"memory_v1": hierarchies.memory_v1}
         try:
             kernel.require_fexit_of_sleepers()
-            self.bpf = load(self.file, [*ends, begin], constants)
+            self.bpf = kernel.load(self.file, [*ends, begin], constants)
             feature = Feature(_FEATURE, True)
         except Refused as refusal:
             kernel.arity("sched_switch", known=(3, 4))  # the fourth, since 5.18, is not read
-            self.bpf = load(self.file, ["switched", begin], constants)
+            self.bpf = kernel.load(self.file, ["switched", begin], constants)
             feature = Feature.refused(_FEATURE, refusal)
         self._waits.make_room(hierarchies.task)
         return [feature]

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from writeback_exporter.collector import Host
 from writeback_exporter.features import Feature, Refused
-from writeback_exporter.kernel.loader import Kernel, load
+from writeback_exporter.kernel.loader import Kernel
 from writeback_exporter.metrics import catalogue
 from writeback_exporter.metrics.exposition import Labels, Snapshot, family
 from writeback_exporter.names.cgroups import Cgroups, Hierarchies, Hierarchy
@@ -79,7 +79,7 @@ class Sync(Probe):
         constants = {"memory_v1": hierarchies.memory_v1}
         try:
             targets = self._targets(kernel)
-            self.bpf = load(self.file, [*targets], constants, targets=targets)
+            self.bpf = kernel.load(self.file, [*targets], constants, targets=targets)
             feature = Feature("sync_fentry", True)
         except Refused as refusal:
             if not kernel.syscall_tracepoints:
@@ -92,7 +92,7 @@ class Sync(Probe):
             feature = Feature.refused("sync_fentry", refusal)
             _check_tracefs()
             programs = [f"{call}_{side}_tp" for call in self._calls for side in ("exit", "enter")]
-            self.bpf = load(self.file, programs, constants)
+            self.bpf = kernel.load(self.file, programs, constants)
         self._hierarchy = hierarchies.task
         self._sync.make_room(
             hierarchies.task,

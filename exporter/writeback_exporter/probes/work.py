@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from writeback_exporter.collector import Host
 from writeback_exporter.features import Feature
 from writeback_exporter.kernel.libbpf import KernelBtf
-from writeback_exporter.kernel.loader import Kernel, load
+from writeback_exporter.kernel.loader import Kernel
 from writeback_exporter.metrics import catalogue
 from writeback_exporter.metrics.exposition import Labels, Snapshot, family
 from writeback_exporter.names.cgroups import Hierarchies
@@ -67,7 +67,9 @@ class Work(Probe):
             kernel.arity(f"writeback_{tracepoint}", known=(2,))
         kernel.arity("writeback_pages_written", known=(1,))
         self.reasons = reasons(kernel.btf)
-        self.bpf = load(self.file, ["pages_written", "written", "start", "exec", "queue"], {})
+        self.bpf = kernel.load(
+            self.file, ["pages_written", "written", "start", "exec", "queue"], {}
+        )
         return []
 
     def read(self) -> None:

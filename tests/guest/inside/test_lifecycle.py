@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tests import lab
 from tests.lab import DIRECT_WRITER
-from writeback_exporter.kernel.libbpf import BpfError
+from writeback_exporter.kernel.libbpf import BpfError, Object
 from writeback_exporter.kernel.loader import Kernel
 from writeback_exporter.probes.base import Probe
 
@@ -80,7 +80,7 @@ def load(directory: Path, group: lab.Cgroup) -> Iterator[None]:
 
 
 def detach_and_attach(probe: Probe, kernel: Kernel) -> None:
-    assert probe.bpf is not None
+    assert isinstance(probe.bpf, Object)
     programs = probe.bpf.attached
     probe.bpf.detach()
     try:

@@ -1,0 +1,383 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pins in a BPF file system: exporters that are killed or stopped, and the ones after them."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests import lab
+from tests.host.witness import Witness
+from tests.lab import DIRECT_WRITER, PROGRAM, Cgroup, Disk, Scrape
+from tests.waiting import wait_for
+
+KILLS = 50
+RUN = "import sys; sys.argv.pop(1); from writeback_exporter.cli import main; sys.exit(main())"
+"""Runs the exporter where its program is the first argument."""
+FOR_EVER = """
+import mmap, random
+path, stop = arguments
+buffer = mmap.mmap(-1, 65536)
+fd = os.open(path, os.O_RDWR | os.O_DIRECT)
+while not os.path.exists(stop):
+    for _ in range(20):
+        size = random.choice((512, 4096, 65536))
+        place = random.randrange(500) * 65536
+        if random.random() < 0.5:
+            assert os.pwrite(fd, memoryview(buffer)[:size], place) == size
+        else:
+            assert os.preadv(fd, [memoryview(buffer)[:size]], place) == size
+"""
+"""Reads and writes PATH until STOP exists, one IO at a time."""
+
+
+@pytest.fixture
+def bpffs(tmp_path: Path) -> Iterator[Path]:
+    directory = tmp_path / "bpf"
+    directory.mkdir()
+    lab.sh("mount", "-t", "bpf", "-o", "mode=755", "bpf", directory)
+    try:
+        yield directory
+    finally:
+        lab.sh("umount", directory)
+
+
+@pytest.fixture
+def pins(bpffs: Path) -> Path:
+    return bpffs / "writeback-exporter"
+
+
+def pinning(pins: Path, *flags: str) -> lab.Exporter:
+    return lab.Exporter(f"--bpf.pin={pins}", *flags)
+
+
+def refused(pins: Path, *flags: str) -> str:
+    """What an exporter that does not start says."""
+    command = [str(PROGRAM), "--web.listen-address=127.0.0.1:0", f"--bpf.pin={pins}", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    return done.stderr.splitlines()[-1]
+
+
+def directory_of(pins: Path, name: str) -> Path:
+    (found,) = pins.glob(f"{name}-*")
+    return found
+
+
+def totals(scrape: Scrape, device: str) -> tuple[int, int, int, int]:
+    """Reads, bytes of them, writes, bytes of them."""
+    reads, read_bytes, writes, written = (
+        int(scrape.sum(f"block_io_size_bytes_{what}", device=device, op=op))
+        for op in ("read", "write")
+        for what in ("count", "sum")
+    )
+    return reads, read_bytes, writes, written
+
+
+def test_fifty_kills_in_a_counted_load(
+    pins: Path, plugged: Disk, io_cgroup: Cgroup, witness: Witness, tmp_path: Path
+) -> None:
+    """At any time: while it opens, loads, takes over, waits or is scraped."""
+    disk = plugged
+    before = disk.settled()
+    with pinning(pins) as first:
+        assert totals(first.scrape(), disk.name) == (0, 0, 0, 0)
+        first.kill()
+    seen, hidden = witness.completed(disk), witness.hidden(disk)
+    stop = tmp_path / "stop"
+    load = lab.spawn_in([io_cgroup], FOR_EVER, disk.path, stop)
+    counted = (0, 0, 0, 0)
+    for kill in range(KILLS):
+        exporter = subprocess.Popen(
+            [PROGRAM, "--web.listen-address=127.0.0.1:0", f"--bpf.pin={pins}"],
+            stderr=subprocess.DEVNULL,
+        )
+        # It needs half a second until it is ready.
+        time.sleep(random.uniform(0, 0.8))
+        exporter.kill()
+        exporter.wait()
+        if kill % 10 == 9:
+            with pinning(pins) as running:
+                now = totals(running.scrape(), disk.name)
+                assert all(a > b for a, b in zip(now, counted, strict=True))
+                counted = now
+                running.kill()
+    stop.touch()
+    assert load.wait(30) == 0
+    truth = disk.settled() - before
+    with pinning(pins) as last:
+        scrape = last.scrape()
+    ours = totals(scrape, disk.name)
+    requests, size = witness.completed(disk)
+    assert (ours[0] + ours[2], ours[1] + ours[3]) == (requests - seen[0], size - seen[1])
+    hidden = witness.hidden(disk) - hidden
+    if hidden == 0:
+        assert ours == (truth.reads, truth.read_bytes, truth.writes, truth.written_bytes)
+    assert truth.reads + truth.writes - ours[0] - ours[2] == hidden
+    owners = scrape.values("block_io_size_bytes_count", "cgroup", device=disk.name)
+    assert io_cgroup.label in owners
+    for name in ("block_io_device_seconds", "block_io_queue_seconds"):
+        assert scrape.sum(f"{name}_count", device=disk.name) == ours[0] + ours[2]
+    assert scrape.sum("block_io_inflight", device=disk.name) <= hidden
+
+
+def test_what_happened_in_the_absence_is_there_with_its_names(
+    pins: Path, plugged: Disk, tmp_path: Path
+) -> None:
+    """A cgroup that came and went meanwhile, and one whose end the one before had seen."""
+    root, name = lab.hierarchies().io, f"wbx-absent-{os.getpid()}"
+
+    def life(which: str) -> None:
+        with lab.cgroup(root, f"{name}-{which}") as group:
+            lab.run_in([group], DIRECT_WRITER, plugged.path, 4096, 10, 0)
+
+    with pinning(pins) as before:
+        life("before")
+        before.scrape()
+        before.kill()
+    life("absent")
+    with pinning(pins) as after:
+        scrape = after.scrape()
+    assert {
+        dict(series)["cgroup"]: count
+        for series, count in scrape.select(
+            "block_io_size_bytes_count", device=plugged.name, op="write"
+        ).items()
+    } == {f"/{name}-before": 10, f"/{name}-absent": 10}
+    assert scrape.sum("exporter_collapsed_cgroups", reason="no name") == 0
+
+
+def test_service_restarted_again_and_again_with_the_exporter(pins: Path, plugged: Disk) -> None:
+    """Each of its cgroups is forgotten after a while; what they counted is not."""
+    root, name = lab.hierarchies().io, f"wbx-service-{os.getpid()}"
+    quick = "import writeback_exporter.names.cgroups as c; c.RETENTION_SECONDS = 0.0; "
+    python = (str(PROGRAM.with_name("python")), "-c", quick + RUN)
+    for life in range(1, 4):
+        with lab.Exporter(f"--bpf.pin={pins}", prefix=python) as exporter:
+            with lab.cgroup(root, name) as group:
+                for _ in range(3):  # forgets the life before
+                    exporter.scrape()
+                lab.run_in([group], DIRECT_WRITER, plugged.path, 4096, 10, 0)
+                labels = {"cgroup": group.label, "device": plugged.name}
+                scrape = exporter.scrape()
+                assert scrape.sum("block_io_size_bytes_count", **labels) == 10 * life
+                assert scrape.sum("exporter_map_entries", map="block_io/block_io") >= 1
+            exporter.kill()
+
+
+def test_stopped_in_order_and_started_again(pins: Path, plugged: Disk) -> None:
+    with pinning(pins) as first:
+        lab.run_in([], DIRECT_WRITER, plugged.path, 4096, 5, 0)
+        assert first.stop() == 0
+    lab.run_in([], DIRECT_WRITER, plugged.path, 4096, 6, 0)
+    with pinning(pins) as second:
+        assert totals(second.scrape(), plugged.name)[2] == 11
+        assert second.scrape().sum("exporter_feature_available", feature="bpf_pin") == 1
+        log = "".join(second.log)
+    assert "going on with the counts of the last run: " in log
+    assert "anew" not in log
+
+
+def test_without_the_flag_nothing_is_left_or_taken(pins: Path, plugged: Disk) -> None:
+    with pinning(pins) as first:
+        lab.run_in([], DIRECT_WRITER, plugged.path, 4096, 5, 0)
+        first.stop()
+    left = sorted(pins.rglob("*"))
+    with lab.Exporter() as other:
+        assert totals(other.scrape(), plugged.name) == (0, 0, 0, 0)
+    assert sorted(pins.rglob("*")) == left
+
+
+def test_removing_the_directory_ends_the_programs(pins: Path) -> None:
+    with pinning(pins) as first:
+        first.stop()
+    program = lab.sh("bpftool", "-j", "prog", "show", "pinned", next(pins.rglob("program-issue_*")))
+    number = program.split('"id":')[1].split(",")[0]
+    shutil.rmtree(pins)
+
+    def is_gone() -> bool:
+        command = ["bpftool", "prog", "show", "id", number]
+        return subprocess.run(command, capture_output=True, check=False).returncode != 0
+
+    wait_for(is_gone, what="the end of the program")
+
+
+# Who may not -------------------------------------------------------------------------------------
+
+
+def test_second_instance(pins: Path) -> None:
+    with pinning(pins) as first:
+        message = refused(pins)
+        assert message == (
+            f"writeback-exporter: another writeback-exporter (process {first.process.pid}) has its "
+            f"pins in {pins}; stop it, or give this one another --bpf.pin"
+        )
+        assert first.scrape().sum("exporter_collector_success", collector="block_io") == 1
+
+
+def test_no_bpffs(tmp_path: Path) -> None:
+    message = refused(tmp_path / "pins")
+    assert f"{tmp_path} is not in a BPF file system; mount one" in message
+    assert not (tmp_path / "pins").exists()
+    message = refused(tmp_path / "nowhere" / "pins")
+    assert "No such file or directory" in message
+
+
+def test_directory_of_somebody_else(pins: Path) -> None:
+    pins.mkdir(mode=0o700)
+    os.chown(pins, 12345, 12345)
+    assert f"{pins} belongs to user 12345 and has mode 700; have it belong to" in refused(pins)
+    os.chown(pins, 0, 0)
+    pins.chmod(0o777)
+    assert f"{pins} belongs to user 0 and has mode 777; have it belong to" in refused(pins)
+
+
+def test_read_only(bpffs: Path, pins: Path, plugged: Disk) -> None:
+    lab.sh("mount", "-o", "remount,ro", bpffs)
+    assert f"pins cannot be made in {pins}: Read-only file system" in refused(pins)
+
+
+def test_a_file_at_its_place(pins: Path) -> None:
+    with pinning(pins) as first:
+        first.stop()
+    shutil.move(next(pins.rglob("map-drops")), pins.parent / "foreign")
+    assert "Not a directory" in refused(pins.parent / "foreign")
+
+
+# What cannot be taken over ------------------------------------------------------------------------
+
+
+def test_foreign_files_are_left_alone(pins: Path, plugged: Disk) -> None:
+    with pinning(pins) as first:
+        first.stop()
+    map_of_others = pins / "others_map"
+    os.link(next(pins.rglob("map-block_io_errors")), map_of_others)
+    (pins / "others").mkdir()
+    with pinning(pins) as second:
+        log = "".join(second.log)
+        lab.run_in([], DIRECT_WRITER, plugged.path, 4096, 5, 0)
+        assert totals(second.scrape(), plugged.name)[2] == 5
+    for name in ("others_map", "others"):
+        assert f"{pins}/{name} is none of the exporter's and stays" in log
+        assert (pins / name).exists()
+
+
+@pytest.mark.parametrize("fault", ["map is absent", "other map", "no link", "other link"])
+def test_pins_that_are_not_whole(pins: Path, plugged: Disk, fault: str) -> None:
+    """A map or link of others' under our names, or none: that object begins anew, and says so."""
+    with pinning(pins) as first:
+        lab.run_in([], DIRECT_WRITER, plugged.path, 4096, 5, 0)
+        first.stop()
+    directory = directory_of(pins, "block_io")
+    (link,) = directory.glob("link-issue_*")
+    if fault == "map is absent":
+        (directory / "map-drops").unlink()
+    elif fault == "other map":
+        (directory / "map-drops").unlink()
+        os.link(directory / "map-disk_index", directory / "map-drops")
+    elif fault == "no link":
+        link.unlink()
+    else:
+        link.unlink()
+        os.link(next(directory.glob("link-complete_*")), link)
+    with pinning(pins) as second:
+        lab.run_in([], DIRECT_WRITER, plugged.path, 4096, 7, 0)
+        assert totals(second.scrape(), plugged.name)[2] == 7
+        log = "".join(second.log)
+        second.stop()
+    assert f"the pins in {directory} cannot be taken over" in log
+    assert f"removed the pins in {directory}: block_io begins anew" in log
+    with pinning(pins) as third:
+        assert totals(third.scrape(), plugged.name)[2] == 7
+
+
+def test_left_by_a_crash_while_pinning(pins: Path, plugged: Disk) -> None:
+    with pinning(pins) as first:
+        first.stop()
+    whole = directory_of(pins, "block_io")
+    unfinished = whole.with_name(f"{whole.name}-new")
+    whole.rename(unfinished)
+    next(unfinished.glob("link-*")).unlink()
+    with pinning(pins) as second:
+        lab.run_in([], DIRECT_WRITER, plugged.path, 4096, 7, 0)
+        assert totals(second.scrape(), plugged.name)[2] == 7
+        log = "".join(second.log)
+    assert f"removed the pins in {unfinished}" in log
+    assert whole.exists()
+    assert not unfinished.exists()
+
+
+def test_another_configuration_begins_anew(pins: Path, plugged: Disk) -> None:
+    """What is not collected any more goes, with what it counted."""
+    with pinning(pins) as first:
+        lab.run_in([], DIRECT_WRITER, plugged.path, 4096, 5, 0)
+        first.stop()
+    directory = directory_of(pins, "block_io")
+    with pinning(pins, "--no-collector.block_io") as second:
+        log = "".join(second.log)
+        second.stop()
+    assert f"removed the pins in {directory}: nobody uses them any more" in log
+    with pinning(pins) as third:
+        assert totals(third.scrape(), plugged.name) == (0, 0, 0, 0)
+
+
+@contextmanager
+def other_version(tmp_path: Path, version: str, *define: str) -> Iterator[tuple[str, ...]]:
+    """A command that runs the exporter as that version, with its BPF objects compiled anew."""
+    top = Path(__file__).parents[2]
+    package = tmp_path / "site" / "writeback_exporter"
+    shutil.copytree(top / "exporter/writeback_exporter", package)
+    init = package / "__init__.py"
+    lines = init.read_text().splitlines()
+    init.write_text("\n".join([*lines[:-1], f'__version__ = "{version}"', ""]))
+    flags = (
+        *("-target", "bpf", "-mcpu=v3", "-O2", "-g"),
+        f'-DEXPORTER_VERSION="{version}"',
+        *define,
+    )
+    includes = ("-idirafter", f"/usr/include/{os.uname().machine}-linux-gnu")
+    for source in (top / "bpf").glob("*.bpf.c"):
+        made = package / "objects" / f"{source.stem}.o"
+        # From the same place, for the object names its source.
+        relative = source.relative_to(top)
+        command = ["clang", *flags, *includes, "-c", str(relative), "-o", str(made)]
+        subprocess.run(command, check=True, cwd=top)
+        lab.sh("llvm-strip", "-g", made)
+    yield ("env", f"PYTHONPATH={tmp_path / 'site'}", str(PROGRAM.with_name("python")), "-c", RUN)
+
+
+def test_upgrade_with_the_same_bpf_goes_on(pins: Path, plugged: Disk, tmp_path: Path) -> None:
+    with pinning(pins) as first:
+        lab.run_in([], DIRECT_WRITER, plugged.path, 4096, 5, 0)
+        first.stop()
+    with (
+        other_version(tmp_path, "17.0.10") as command,
+        lab.Exporter(f"--bpf.pin={pins}", prefix=command) as second,
+    ):
+        scrape = second.scrape()
+        assert scrape.sum("exporter_build_info", version="17.0.10") == 1
+        assert totals(scrape, plugged.name)[2] == 5
+
+
+def test_upgrade_with_another_layout_begins_anew(pins: Path, plugged: Disk, tmp_path: Path) -> None:
+    with pinning(pins) as first:
+        lab.run_in([], DIRECT_WRITER, plugged.path, 4096, 5, 0)
+        first.stop()
+    old = directory_of(pins, "block_io")
+    with (
+        other_version(tmp_path, "17.0.10", "-DREQUESTS_LOG2=12") as command,
+        lab.Exporter(f"--bpf.pin={pins}", prefix=command) as second,
+    ):
+        assert totals(second.scrape(), plugged.name) == (0, 0, 0, 0)
+        log = "".join(second.log)
+    assert f"removed the pins in {old}: block_io begins anew" in log
+    assert directory_of(pins, "block_io") != old
