@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests import lab
+from tests.host.test_failures import BPF_CALL
 from tests.host.witness import Witness
 from tests.lab import DIRECT_WRITER, PROGRAM, Cgroup, Disk, Scrape
 from tests.waiting import wait_for
@@ -244,6 +246,47 @@ def test_directory_of_somebody_else(pins: Path) -> None:
 def test_read_only(bpffs: Path, pins: Path, plugged: Disk) -> None:
     lab.sh("mount", "-o", "remount,ro", bpffs)
     assert f"pins cannot be made in {pins}: Read-only file system" in refused(pins)
+
+
+NO_ROOM = """
+import ctypes, os, struct, sys
+number = int(sys.argv[1])
+filter = b"".join(
+    struct.pack("=HBBI", *instruction)
+    for instruction in (
+        (0x20, 0, 0, 0),  # load the number of the system call
+        (0x15, 0, 3, number),
+        (0x20, 0, 0, 16),  # its first argument
+        (0x15, 0, 1, 6),  # BPF_OBJ_PIN
+        (0x06, 0, 0, 0x0005001C),  # SECCOMP_RET_ERRNO, ENOSPC
+        (0x06, 0, 0, 0x7FFF0000),  # SECCOMP_RET_ALLOW
+    )
+)
+buffer = ctypes.create_string_buffer(filter, len(filter))
+class Program(ctypes.Structure):
+    _fields_ = ("length", ctypes.c_ushort), ("filter", ctypes.c_void_p)
+program = Program(len(filter) // 8, ctypes.addressof(buffer))
+libc = ctypes.CDLL(None)
+assert libc.prctl(38, 1, 0, 0, 0) == 0  # PR_SET_NO_NEW_PRIVS
+assert libc.prctl(22, 2, ctypes.byref(program), 0, 0) == 0  # PR_SET_SECCOMP, a filter
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
+
+
+def test_no_room_for_pins(pins: Path, plugged: Disk) -> None:
+    """bpffs has no limit of its own, so that it is never full of itself."""
+    prefix = (sys.executable, "-I", "-S", "-c", NO_ROOM, BPF_CALL)
+    with lab.Exporter(f"--bpf.pin={pins}", prefix=prefix) as exporter:
+        lab.run_in([], DIRECT_WRITER, plugged.path, 4096, 5, 0)
+        scrape = exporter.scrape()
+        assert totals(scrape, plugged.name)[2] == 5
+        log = "".join(exporter.log)
+        exporter.stop()
+    features = scrape.select("exporter_feature_available", feature="bpf_pin")
+    assert {dict(series)["reason"]: on for series, on in features.items()} == {"not all pinned": 0}
+    assert "block_io is not pinned, so that a restart resets its counts: pin " in log
+    assert "No space left on device" in log
+    assert [*pins.iterdir()] == []
 
 
 def test_a_file_at_its_place(pins: Path) -> None:

@@ -5,7 +5,6 @@ they look for it."""
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
@@ -23,6 +22,7 @@ from writeback_exporter.kernel.layout import ObjectFile
 from writeback_exporter.kernel.libbpf import BpfError, KernelBtf, Object
 from writeback_exporter.kernel.loader import Kernel
 from writeback_exporter.names.cgroups import Cgroups
+from writeback_exporter.probes import block_io_limit
 from writeback_exporter.probes.base import Probe
 from writeback_exporter.probes.cgroup_lifecycle import CgroupLifecycle
 
@@ -94,8 +94,9 @@ def choice(name: str, types: Types, fentry: bool, monkeypatch: pytest.MonkeyPatc
         also: Sequence[str] = (),
         targets: Mapping[str, str] | None = None,
     ) -> Object:
-        names = (*programs, *also)
         with Object(file) as opened:
+            ours = (p.name for p in opened.programs.values() if p.section == "raw_tp")
+            names = (*programs, *also, *ours)
             hooks = {name: opened.programs[name].section for name in names}
         if not fentry and any(hook.startswith(("fentry", "fexit")) for hook in hooks.values()):
             raise Refused("not permitted", "as on a host without fentry", "do without")
@@ -103,7 +104,8 @@ def choice(name: str, types: Types, fentry: bool, monkeypatch: pytest.MonkeyPatc
         found.append(Choice(file, names, constants, hooks))
         raise Chosen
 
-    monkeypatch.setattr(sys.modules[type(probe).__module__], "load", load)
+    for user in (loader, block_io_limit):
+        monkeypatch.setattr(user, "load", load)
     monkeypatch.setattr(Kernel, "has_cmpxchg", lambda _: types.cmpxchg)
     with closing(Kernel()) as kernel:
         kernel.close()

@@ -4,18 +4,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests import lab
 from tests.lab import BUFFERED_WRITER
 from writeback_exporter.features import Refused
+from writeback_exporter.kernel import loader
 from writeback_exporter.kernel.layout import ObjectFile
 from writeback_exporter.kernel.libbpf import Object
 from writeback_exporter.kernel.loader import load
-from writeback_exporter.probes import dirty_throttle
 
 from .kernel import dirty_limits, ftrace, kprobes
 from .test_main_signals import MIB, SLOW
@@ -70,15 +71,13 @@ def throttle(directory: Path) -> list[float]:
 def test_sleep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     """Measured, it is what kprobes say, within 5 %. Requested, it is less: docs/kernels.md."""
 
-    def without_fexit(
-        file: ObjectFile, programs: Sequence[str], constants: Mapping[str, int]
-    ) -> Object:
+    def without_fexit(file: ObjectFile, programs: Sequence[str], *rest: Any) -> Object:
         if "sleep_exit" in programs:
             raise Refused("not permitted", "for this test", "do without")
-        return load(file, programs, constants)
+        return load(file, programs, *rest)
 
     if method == "requested":
-        monkeypatch.setattr(dirty_throttle, "load", without_fexit)
+        monkeypatch.setattr(loader, "load", without_fexit)
     with lab.exporter_in_process("dirty_throttle") as exporter:
         slept = throttle(tmp_path)
         scrape = lab.scrape(exporter)

@@ -6,18 +6,19 @@ from __future__ import annotations
 import mmap
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests import lab
 from tests.lab import Disk, Scrape, exporter_in_process
 from writeback_exporter.features import Refused
+from writeback_exporter.kernel import loader
 from writeback_exporter.kernel.layout import ObjectFile
 from writeback_exporter.kernel.libbpf import Object
 from writeback_exporter.kernel.loader import load
-from writeback_exporter.probes import page_flow
 
 from .kernel import dirty_limits, ftrace, vmstat
 
@@ -42,15 +43,13 @@ def by_cgroup(scrape: Scrape, what: str) -> dict[str, int]:
 
 @pytest.mark.parametrize("way", ["all", "flushers"])
 def test_two_writers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    def without_fentry(
-        file: ObjectFile, programs: Sequence[str], constants: Mapping[str, int]
-    ) -> Object:
+    def without_fentry(file: ObjectFile, programs: Sequence[str], *rest: Any) -> Object:
         if programs[0] != "written_inode":
             raise Refused("not permitted", "for this test", "do without")
-        return load(file, programs, constants)
+        return load(file, programs, *rest)
 
     if way == "flushers":
-        monkeypatch.setattr(page_flow, "load", without_fentry)
+        monkeypatch.setattr(loader, "load", without_fentry)
     hierarchy = lab.hierarchies().task
     with (
         lab.ext4(FAST, tmp_path) as mount,

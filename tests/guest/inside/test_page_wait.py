@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests import lab
 from tests.lab import Disk, exporter_in_process
 from writeback_exporter.features import Refused
+from writeback_exporter.kernel import loader
 from writeback_exporter.kernel.layout import ObjectFile
 from writeback_exporter.kernel.libbpf import Object
 from writeback_exporter.kernel.loader import load
@@ -41,15 +43,13 @@ def event() -> str:
 
 @pytest.mark.parametrize("way", ["fexit", "sched_switch"])
 def test_a_task_that_calls_fsync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    def without_fexit(
-        file: ObjectFile, programs: Sequence[str], constants: Mapping[str, int]
-    ) -> Object:
+    def without_fexit(file: ObjectFile, programs: Sequence[str], *rest: Any) -> Object:
         if programs[0].endswith("_ends"):
             raise Refused("not permitted", "for this test", "do without")
-        return load(file, programs, constants)
+        return load(file, programs, *rest)
 
     if way == "sched_switch":
-        monkeypatch.setattr(page_wait, "load", without_fexit)
+        monkeypatch.setattr(loader, "load", without_fexit)
     with (
         lab.ext4(SLOW, tmp_path) as mount,
         dirty_limits(400 * MIB, 500 * MIB, interval=0),
