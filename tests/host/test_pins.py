@@ -114,7 +114,8 @@ def test_fifty_kills_in_a_counted_load(
                 counted = now
                 running.kill()
     stop.touch()
-    assert load.wait(30) == 0
+    load.communicate(timeout=30)
+    assert load.returncode == 0
     truth = disk.settled() - before
     with pinning(pins) as last:
         scrape = last.scrape()

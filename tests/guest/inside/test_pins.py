@@ -68,7 +68,8 @@ def test_kills_while_tasks_call_fsync_and_are_throttled(tmp_path: Path) -> None:
                     assert "anew" not in log
                     time.sleep(0.3)
                     running.kill()
-            assert writer.wait(120) == 0
+            writer.communicate(timeout=120)
+            assert writer.returncode == 0
             stop.touch()
             calls = int(caller.communicate(timeout=60)[0])
             demanded = pauses(trace)
