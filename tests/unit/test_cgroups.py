@@ -34,6 +34,7 @@ from writeback_exporter.names.cgroups import (
     find_hierarchies,
     printable,
 )
+from writeback_exporter.names.rules import EVERY_CGROUP, CgroupRules
 
 V2 = "0::/init.scope\n"
 V1 = "12:hugetlb:/\n7:blkio:/a\n4:memory:/b:c\n2:cpu,cpuacct:/\n1:name=systemd:/init.scope\n"
@@ -63,6 +64,17 @@ def walked(hierarchies: Hierarchies) -> Cgroups:
     cgroups = Cgroups(hierarchies)
     cgroups.walk(0.0)
     return cgroups
+
+
+def successor(cgroups: Cgroups, now: float, rules: CgroupRules = EVERY_CGROUP) -> Cgroups:
+    """Those of another process, which knows of the first one's what it has written down."""
+    exited = [
+        (*cgroup, *known) for cgroup in cgroups.exited() if (known := cgroups.exit_of(*cgroup))
+    ]
+    after = Cgroups(cgroups.hierarchies, rules)
+    after.walk(now)
+    after.recall(exited, [*cgroups.others()], now)
+    return after
 
 
 def names(cgroups: Cgroups, hierarchy: Hierarchy) -> dict[str, str]:
@@ -748,6 +760,17 @@ class Host(RuleBasedStateMachine):
             del self.exits[cgroup]
         assert self.cgroups.counts == (len(self.live), len(self.known - self.live.keys()))
 
+    @rule()
+    def killed(self) -> None:
+        """The exporter, which knew all, and another one comes."""
+        if self.lost:
+            return
+        self.cgroups = successor(self.cgroups, self.now)
+        self.known |= self.live.keys()
+        # Their last samples may not have been scraped.
+        self.exits = dict.fromkeys(self.exits, self.now)
+        self.scraped.clear()
+
     def walk(self) -> None:
         self.cgroups.walk(self.now)
         self.lost = False
@@ -765,6 +788,65 @@ def no_early_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 TestHost = pytest.mark.usefixtures("no_early_end")(Host.TestCase)
 TestHost.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+
+
+# Another process --------------------------------------------------------------------------------
+
+
+def test_recalled(tmp_path: Path) -> None:
+    hierarchy = Hierarchy(0, str(tree(tmp_path / "cgroup", "stays", "goes", "dies")))
+    cgroups = walked(only(hierarchy))
+    ids = {name: (tmp_path / "cgroup" / name).stat().st_ino for name in ("stays", "goes", "dies")}
+    for name in ("goes", "dies"):
+        (tmp_path / "cgroup" / name / "cgroup.procs").unlink()
+        (tmp_path / "cgroup" / name).rmdir()
+        cgroups.apply(RMDIR, 0, ids[name], f"/{name}".encode(), 5.0)
+    cgroups.apply(RELEASE, 0, ids["goes"], b"/goes", 6.0)
+    assert {cgroup: cgroups.exit_of(0, cgroup) for _, cgroup in cgroups.exited()} == {
+        ids["goes"]: (b"/goes", True),
+        ids["dies"]: (b"/dies", False),
+    }
+    assert cgroups.exit_of(0, ids["stays"]) is None
+    assert cgroups.exit_of(3, ids["goes"]) is None, "of another hierarchy"
+
+    after = successor(cgroups, 100.0)
+    assert after.counts == (2, 2)
+    for name, cgroup in ids.items():
+        assert after.name(hierarchy, cgroup) == f"/{name}"
+    after.expired(101.0)
+    assert after.expired(100.0 + RETENTION_SECONDS) == {(0, ids["goes"])}
+    assert (0, ids["dies"]) in after.expired(100.0 + DYING_SECONDS)
+
+
+def test_who_was_over_the_limit_stays_there(tmp_path: Path) -> None:
+    """And who comes while nobody looks takes nobody's label."""
+    top = tree(tmp_path / "cgroup", *"abcd")
+    hierarchy = Hierarchy(0, str(top))
+    rules = CgroupRules(limit=3)
+    cgroups = Cgroups(only(hierarchy), rules)
+    cgroups.walk(0.0)
+    ids = [top.stat().st_ino, *((top / name).stat().st_ino for name in "abcd")]
+    first = [ids[4], ids[0], ids[2]]
+    assert OTHER not in {cgroups.name(hierarchy, cgroup) for cgroup in first}
+    assert {cgroups.name(hierarchy, ids[i]) for i in (1, 3)} == {OTHER}
+    assert sorted(cgroups.others()) == sorted((0, ids[i], "limit") for i in (1, 3))
+    (top / "e").mkdir()
+    after = successor(cgroups, 1.0, rules)
+    for cgroup in (*ids, (top / "e").stat().st_ino):
+        expected = cgroups.name(hierarchy, cgroup) if cgroup in ids else OTHER
+        assert after.name(hierarchy, cgroup) == expected
+    assert after.collapsed == {"rule": 0, "limit": 3, "no name": 0}
+
+
+def test_a_cgroup_that_nobody_saw_is_others_and_goes(cgroups: Cgroups) -> None:
+    """It came and went while nobody listened, and its events are lost."""
+    assert cgroups.name(ONE, 77) == OTHER
+    assert cgroups.collapsed["no name"] == 1
+    gone = cgroups.expired(1.0)
+    assert gone == {(0, 77)}
+    cgroups.forget(gone, 1.0)
+    assert cgroups.collapsed["no name"] == 0
+    assert cgroups.expired(2.0) == set()
 
 
 # Paths that are too long -------------------------------------------------------------------------
