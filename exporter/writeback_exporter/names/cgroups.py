@@ -203,6 +203,9 @@ class _Tree:
     """Labels but OTHER, with the number of ids that have them."""
     collapsed: dict[int, str] = field(default_factory=dict)
     """Why an id has the label OTHER."""
+    nameless: set[int] = field(default_factory=set)
+    """Ids that came and went while events were lost, found in the maps since `expired`: nothing
+    will tell that they went."""
     evicted: deque[int] = field(default_factory=lambda: deque(maxlen=_EVICTED_LIMIT))
     """Ids whose names were given up, though their entries in the maps are still to go."""
 
@@ -246,10 +249,13 @@ class Cgroups:
                 yield tree.hierarchy.id, cgroup
 
     def exit_of(self, hierarchy: int, cgroup: int) -> tuple[bytes, bool] | None:
-        """Path of an exited cgroup and whether the kernel has released it; None of any other."""
+        """Path of an exited cgroup and whether the kernel has released it; None of any other, and
+        of one whose path nobody knows."""
         tree = self._trees.get(hierarchy)
         exited = tree.exited.get(cgroup) if tree else None
-        return (_encoded(exited.path), exited.released_at is not None) if exited else None
+        if exited is None or not exited.path:
+            return None
+        return _encoded(exited.path), exited.released_at is not None
 
     def others(self) -> Iterator[tuple[int, int, str]]:
         """(hierarchy, id, why) of each cgroup that is exported as OTHER though no rule says so."""
@@ -336,9 +342,7 @@ class Cgroups:
         label = None if path is None else self.rules.label(_label(path))
         if path is None:
             tree.collapsed[cgroup] = "no name"
-            # No event will tell that it goes: it came and went while nobody listened. Its rows
-            # become OTHER's.
-            tree.evicted.append(cgroup)
+            tree.nameless.add(cgroup)
         elif label is None:
             tree.collapsed[cgroup] = "rule"
         elif label not in tree.shown and len(tree.shown) >= self.rules.limit:
@@ -355,6 +359,9 @@ class Cgroups:
         gone = set()
         for tree in self._trees.values():
             gone |= {(tree.hierarchy.id, cgroup) for cgroup in tree.evicted}
+            for cgroup in tree.nameless - tree.live.keys():
+                tree.exited.setdefault(cgroup, _Exited("", now, now))
+            tree.nameless.clear()
             for cgroup, exited in tree.exited.items():
                 if exited.released_at is None:
                     over = now - exited.quiet_since >= DYING_SECONDS
