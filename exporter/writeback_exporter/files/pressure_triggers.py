@@ -20,19 +20,20 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from writeback_exporter import privileges
 from writeback_exporter.collector import Host
 from writeback_exporter.features import (
     NO_DESCRIPTOR,
     RAISE_DESCRIPTORS,
     Feature,
     Refused,
-    has_capability,
 )
 from writeback_exporter.files.base import Reader
 from writeback_exporter.files.pressure import hierarchy_with_pressure, supported, totals
 from writeback_exporter.metrics import catalogue
 from writeback_exporter.metrics.exposition import Labels, Snapshot, family
 from writeback_exporter.names.cgroups import Hierarchy
+from writeback_exporter.privileges import Capability
 from writeback_exporter.settings import PressureTrigger, Settings
 
 log = logging.getLogger(__name__)
@@ -49,7 +50,6 @@ _RETRY_SECONDS = 30.0
 """When to try again what was refused: to a cgroup whose cgroup.pressure was 0 (6.1), say."""
 
 _HOST = 0  # among cgroup ids, of which none is 0
-_CAP_SYS_RESOURCE = 24
 _SHORTEST_WINDOW = 500_000  # WINDOW_MIN_US of kernel/sched/psi.c in 5.10 and 6.1, in no later one
 _AVERAGING = 2_000_000  # PSI_FREQ
 
@@ -309,19 +309,21 @@ _NOT_THERE = "not there"
 def _refusal(
     trigger: PressureTrigger, path: str | bytes, averaged: bool, error: OSError
 ) -> Refused:
+    detail = f"{os.fsdecode(path)}: {error.strerror}"
     match error.errno:
         case errno.EINVAL if averaged and trigger.window % _AVERAGING:
-            reason = "no right"
-            remedy = "give the exporter CAP_SYS_RESOURCE, or take a window that is a multiple of 2s"
+            otherwise = "take a window that is a multiple of 2s"
+            return privileges.refusal(detail, [Capability.SYS_RESOURCE], otherwise)
         case errno.EINVAL if trigger.window < _SHORTEST_WINDOW:
             reason = "window too short"
             remedy = "take a window of 500ms or more, the shortest of this kernel"
         case errno.ENOENT | errno.ENODEV | errno.EOPNOTSUPP:
             reason = _NOT_THERE
             remedy = "use a kernel that accounts it; in a cgroup, write 1 to its cgroup.pressure"
-        case errno.EACCES | errno.EPERM:
-            reason = "no right"
-            remedy = "run the exporter as root, or give it CAP_DAC_OVERRIDE"
+        case errno.EACCES:  # by the file's mode
+            return privileges.refusal(detail, [Capability.DAC_OVERRIDE])
+        case errno.EPERM:  # psi_open(), kernel/sched/psi.c, before 6.4
+            return privileges.refusal(detail, [Capability.SYS_RESOURCE])
         case errno.EROFS:
             reason = "read-only"
             remedy = (
@@ -333,13 +335,13 @@ def _refusal(
         case _:
             reason = "refused by the kernel"
             remedy = "take other limits, or do without"
-    return Refused(reason, f"{os.fsdecode(path)}: {error.strerror}", remedy)
+    return Refused(reason, detail, remedy)
 
 
 def _averaged(procfs: str) -> bool:
     """Whether triggers are looked at along with the averages: without CAP_SYS_RESOURCE, in kernels
     that let everybody set them (6.4), for which they made these files writable."""
-    if has_capability(_CAP_SYS_RESOURCE, procfs):
+    if privileges.has(Capability.SYS_RESOURCE):
         return False
     with os.scandir(f"{procfs}/pressure") as files:
         return any(file.stat().st_mode & stat.S_IWOTH for file in files)

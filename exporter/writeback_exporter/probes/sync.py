@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 
+from writeback_exporter import privileges
 from writeback_exporter.collector import Host
 from writeback_exporter.features import Feature, Refused
 from writeback_exporter.kernel.loader import Kernel, load
@@ -173,14 +174,20 @@ class Sync(Probe):
 
 def _check_tracefs() -> None:
     for top in _TRACEFS:
-        if os.path.isdir(f"{top}/events/syscalls"):
-            return
-        if os.path.isdir(f"{top}/events"):
+        try:
+            systems = os.listdir(f"{top}/events")
+        except PermissionError as error:
+            detail = f"cannot read {top}/events: {error.strerror}"
+            raise privileges.refusal(detail, privileges.TRACEFS.capabilities) from error
+        except OSError:
+            continue
+        if "syscalls" not in systems:
             raise Refused(
                 "no tracepoint",
                 f"the kernel has no tracepoints of system calls ({top}/events/syscalls)",
                 "use a kernel built with CONFIG_FTRACE_SYSCALLS, or with fentry",
             )
+        return
     raise Refused(
         "no tracefs",
         "tracefs, which names the tracepoints of system calls, is not mounted",
