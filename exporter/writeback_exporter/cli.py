@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NoReturn, TypeVar
 
-from writeback_exporter import __version__, doctor
+from writeback_exporter import __version__, doctor, privileges
 from writeback_exporter.exporter import COLLECTORS, Exporter
 from writeback_exporter.kernel.layout import BadObject
 from writeback_exporter.logs import FORMATS, LEVELS, set_up_logging
@@ -100,7 +100,7 @@ def _serve(settings: Settings) -> int:
 
     def start() -> None:
         try:
-            exporter.start()
+            exporter.start(give_up)
         except Exception as error:  # which the main thread reports
             failures.append(error)
             server.stop()
@@ -109,12 +109,26 @@ def _serve(settings: Settings) -> int:
         for address in server.addresses:
             log.info("listening on %s://%s%s", scheme, address, settings.telemetry_path)
 
+    kept = privileges.needed_after_start(settings)
+
+    def give_up() -> None:
+        try:
+            privileges.keep(kept)
+        except OSError as error:
+            log.warning(
+                "capabilities that are needed no more are kept: %s; allow prctl(2) and capset(2)",
+                error,
+            )
+
     _raise_descriptor_limit()
     # The port first: where it is taken, nothing is loaded into the kernel.
     server.bind()
     # Health and readiness are answered while programs are loaded; a scrape waits for them.
     starter = threading.Thread(target=start, name="start")
     starter.start()
+    # This thread serves, and starts all others that do: but for the one that loads the programs,
+    # and ends, none has ever had more.
+    give_up()
     try:
         server.run()
     finally:

@@ -113,8 +113,9 @@ class Exporter:
         """What works here. Controllers of cgroups may be switched on at any time."""
         return attribution(self.hierarchies) + self._found
 
-    def start(self) -> None:
-        """Loads and attaches what this host allows; `features` then says what that is."""
+    def start(self, prepared: Callable[[], None] = lambda: None) -> None:
+        """Loads and attaches what this host allows; `features` then says what that is. `prepared`
+        is called when that is done, before collectors start threads."""
         for feature in attribution(self.hierarchies):
             if not feature.available:
                 log.warning("%s: %s; %s", feature.name, feature.detail, feature.remedy)
@@ -123,6 +124,9 @@ class Exporter:
             self.host.cgroups.walk(time.monotonic())
         for reader in self._readers:
             self._start(reader, partial(reader.open, self._settings, self.host, self.lock))
+        prepared()
+        for collector in self.running:
+            collector.begin()
         self.observe()  # from here on the history counts
 
     def _load(self) -> None:

@@ -118,6 +118,7 @@ class Triggers:
 
     def __enter__(self) -> Triggers:
         self.features: list[Feature] = self.collector.open(self.settings, self.host, self.lock)
+        self.collector.begin()
         return self
 
     def __exit__(self, *_: object) -> None:

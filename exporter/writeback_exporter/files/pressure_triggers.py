@@ -116,9 +116,12 @@ class PressureTriggers(Reader):
                 self._follow()
         self._stop = os.eventfd(0, os.EFD_CLOEXEC)
         self._poll.register(self._stop, select.EPOLLIN)
-        self._watcher = threading.Thread(target=self._watch, name=self.name, daemon=True)
-        self._watcher.start()
         return features
+
+    def begin(self) -> None:
+        if self._stop != -1:
+            self._watcher = threading.Thread(target=self._watch, name=self.name, daemon=True)
+            self._watcher.start()
 
     # In the thread ----------------------------------------------------------------------------
 
@@ -290,12 +293,14 @@ class PressureTriggers(Reader):
             self._counts = {k: count for k, count in self._counts.items() if k[0] in in_use}
 
     def close(self) -> None:
-        if self._watcher is None:
+        if self._stop == -1:
             return
-        os.eventfd_write(self._stop, 1)
-        self._watcher.join()
-        self._watcher = None
+        if self._watcher:
+            os.eventfd_write(self._stop, 1)
+            self._watcher.join()
+            self._watcher = None
         os.close(self._stop)
+        self._stop = -1
         self._poll.close()
         # Each close waits for an RCU grace period, 9 ms or more; together they wait for the same.
         with ThreadPoolExecutor(max_workers=32) as pool:
