@@ -202,9 +202,10 @@ def _bpf_asks_for_a_right(procfs: str) -> bool:
     sets = _Sets.of_this_thread()
     try:
         _Sets(0, sets.permitted, sets.inheritable).apply()
-        return not libbpf.may_call()
-    except OSError:  # seccomp
+    except OSError:  # seccomp: then none can be given up either
         return True
+    try:
+        return not libbpf.may_call()
     except libbpf.LibbpfMissing:
         return False
     finally:
