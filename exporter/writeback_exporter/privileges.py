@@ -81,6 +81,11 @@ MAPS = Need(
     lambda settings: _bpf_asks_for_a_right(settings.procfs),
 )
 TRACEFS = Need("`--sync.tracepoints`", (Capability.DAC_READ_SEARCH,))
+PERF_EVENTS = Need(
+    # Up to 2 CAP_PERFMON is enough. More than 2 is not the kernel's own: Debian and Ubuntu have it.
+    "`--sync.tracepoints` where `kernel.perf_event_paranoid` is above 2",
+    (Capability.SYS_ADMIN,),
+)
 RINGS = Need(
     "`io_uring`",
     (Capability.DAC_READ_SEARCH, Capability.SYS_PTRACE),
@@ -117,8 +122,8 @@ WEB_CONFIG = Need(
 )
 LOW_PORT = Need("a port below 1024", (Capability.NET_BIND_SERVICE,))
 NEEDS = (
-    *(PROGRAMS, LOCKED_MEMORY, MAPS, TRACEFS, RINGS, DEBUGFS, CONTAINERS, PRIVATE_CGROUPS),
-    *(HOST_TRIGGERS, CGROUP_TRIGGERS, WEB_CONFIG, LOW_PORT),
+    *(PROGRAMS, LOCKED_MEMORY, MAPS, TRACEFS, PERF_EVENTS, RINGS, DEBUGFS, CONTAINERS),
+    *(PRIVATE_CGROUPS, HOST_TRIGGERS, CGROUP_TRIGGERS, WEB_CONFIG, LOW_PORT),
 )
 
 

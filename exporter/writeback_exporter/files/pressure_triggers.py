@@ -103,7 +103,7 @@ class PressureTriggers(Reader):
                 self._arm((_HOST, trigger), "/", path)
             except Refused as refusal:
                 self._refused.add((_HOST, trigger))
-                self._told.add(f"{trigger}: {refusal.reason}")
+                self._told.add(f"{trigger}: {refusal.remedy}")
                 features.append(Feature.refused(name, refusal))
             else:
                 features.append(Feature(name, True))
@@ -217,7 +217,7 @@ class PressureTriggers(Reader):
             except Refused as refusal:
                 self._refused.add(key)
                 # What is not there has gone, or will be there when it is tried again.
-                if refusal.reason != _NOT_THERE and self._is_new(f"{key[1]}: {refusal.reason}"):
+                if refusal.reason != _NOT_THERE and self._is_new(f"{key[1]}: {refusal.remedy}"):
                     log.warning("PSI trigger %s is refused: %s", key[1], refusal)
 
     def _is_new(self, message: str) -> bool:
@@ -327,7 +327,7 @@ def _refusal(
             remedy = "use a kernel that accounts it; in a cgroup, write 1 to its cgroup.pressure"
         case errno.EACCES:  # by the file's mode
             return privileges.refusal(detail, [Capability.DAC_OVERRIDE])
-        case errno.EPERM:  # psi_open(), kernel/sched/psi.c, before 6.4
+        case errno.EPERM:  # psi_open(), kernel/sched/psi.c, 5.13 to 6.3
             return privileges.refusal(detail, [Capability.SYS_RESOURCE])
         case errno.EROFS:
             reason = "read-only"

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from writeback_exporter import privileges
 from writeback_exporter.collector import Host
 from writeback_exporter.features import Feature, Refused
+from writeback_exporter.files.base import number
 from writeback_exporter.kernel.loader import Kernel, load
 from writeback_exporter.metrics import catalogue
 from writeback_exporter.metrics.exposition import Labels, Snapshot, family
@@ -93,7 +94,11 @@ class Sync(Probe):
             feature = Feature.refused("sync_fentry", refusal)
             _check_tracefs()
             programs = [f"{call}_{side}_tp" for call in self._calls for side in ("exit", "enter")]
-            self.bpf = load(self.file, programs, constants, ["still_open"])
+            try:
+                self.bpf = load(self.file, programs, constants, ["still_open"])
+            except Refused as refusal:
+                _check_perf_events(kernel.procfs, refusal)
+                raise
         self._hierarchy = hierarchies.task
         self._sync.make_room(
             hierarchies.task,
@@ -170,6 +175,17 @@ class Sync(Probe):
 
     def forget(self, gone: set[tuple[int, int]], host: Host, now: float) -> None:
         self._sync.forget(gone, host.cgroups)
+
+
+def _check_perf_events(procfs: str, refusal: Refused) -> None:
+    """Raises another Refused where the cause is a sysctl: classic tracepoints are perf events."""
+    paranoid = number(f"{procfs}/sys/kernel/perf_event_paranoid") or 0
+    need = privileges.PERF_EVENTS
+    if refusal.reason == "not permitted" and paranoid > 2 and not privileges.holds(need):
+        detail = f"{refusal.detail} (kernel.perf_event_paranoid is {paranoid})"
+        raise privileges.refusal(
+            detail, need.capabilities, "set kernel.perf_event_paranoid to 2"
+        ) from refusal
 
 
 def _check_tracefs() -> None:
