@@ -30,11 +30,10 @@ from writeback_exporter.settings import (
     regular_expression,
     telemetry_path,
 )
-from writeback_exporter.web.config import ConfigFile
 from writeback_exporter.web.listen import Address, ListenError
+from writeback_exporter.web.policy import ConfigError
 from writeback_exporter.web.server import Server
 from writeback_exporter.web.status import page
-from writeback_exporter.web.values import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +79,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(settings: Settings) -> int:
-    config_file = ConfigFile(settings.web_config_file) if settings.web_config_file else None
+    config_file = None
+    if settings.web_config_file:
+        from writeback_exporter.web.config import ConfigFile  # YAML: 5 ms of a start
+
+        config_file = ConfigFile(settings.web_config_file)
     exporter = Exporter(settings)
     started = threading.Event()
     failures: list[Exception] = []

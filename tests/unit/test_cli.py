@@ -514,3 +514,11 @@ def test_log_level() -> None:
     arguments = ("snapshot", "--snapshot.duration=0s", "--web.listen-address=:0")
     said = rightless(*arguments, "--log.level=error")
     assert re.fullmatch(r'time=\S+Z? level=ERROR msg="no BPF: [^\n]+"\n', said.stderr)
+
+
+def test_what_no_start_without_a_web_configuration_waits_for() -> None:
+    code = "import sys, writeback_exporter.cli; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = set(done.stdout.split())
+    assert "writeback_exporter.web.server" in loaded
+    assert loaded.isdisjoint({"yaml", "bcrypt"})
