@@ -56,10 +56,6 @@ _SUBSTITUTES = {
 }
 
 
-def _never(settings: Settings) -> bool:
-    return False
-
-
 @dataclass(frozen=True, slots=True)
 class Need:
     """What a user other than root needs for a feature; root too, where another is the owner."""
@@ -67,8 +63,8 @@ class Need:
     feature: str
     """As docs/security.md, whose table has all needs, names it."""
     capabilities: tuple[Capability, ...]
-    after_start: Callable[[Settings], bool] = _never
-    """Whether they are needed as long as the exporter runs."""
+    after_start: Callable[[Settings], bool] | None = None
+    """Whether they are needed as long as the exporter runs; None: never are."""
 
 
 PROGRAMS = Need("every BPF program", (Capability.BPF, Capability.PERFMON))
@@ -159,7 +155,7 @@ def needed_after_start(settings: Settings) -> frozenset[Capability]:
     needed = {
         capability
         for need in NEEDS
-        if need.after_start(settings)
+        if need.after_start and need.after_start(settings)
         for capability in need.capabilities
     }
     held = (_holder(capability, permitted) for capability in needed)
