@@ -57,11 +57,11 @@ class CgroupLifecycle(Probe):
         except BpfError as error:
             super().close()
             raise refusal(error) from error
+        self._stop_read, self._stop_write = os.pipe()
         return []
 
     def begin(self) -> None:
         if self._ring:
-            self._stop_read, self._stop_write = os.pipe()
             self._follower = threading.Thread(target=self._follow, name=self.name, daemon=True)
             self._follower.start()
 
