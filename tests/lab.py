@@ -460,6 +460,41 @@ TWO_CAPABILITIES = ("setpriv", "--bounding-set=-all,+bpf,+perfmon", "--inh-caps=
 """Runs a command with CAP_BPF and CAP_PERFMON and no other."""
 
 
+def as_user(*capabilities: str) -> tuple[str, ...]:
+    """Runs a command as a user who owns nothing, with these capabilities (CAP_BPF and so on) as
+    ambient ones: as systemd's DynamicUser= and AmbientCapabilities= have it."""
+    held = ",".join(["-all", *(name.lower().replace("cap_", "+") for name in capabilities)])
+    return (
+        *("setpriv", "--reuid=61184", "--regid=61184", "--clear-groups"),
+        *(f"--{kind}={held}" for kind in ("bounding-set", "inh-caps", "ambient-caps")),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Rights:
+    """Of a thread, as the kernel tells (proc_pid_status(5)): numbers of capabilities."""
+
+    inheritable: frozenset[int]
+    permitted: frozenset[int]
+    effective: frozenset[int]
+    bounding: frozenset[int]
+    ambient: frozenset[int]
+    no_new_privileges: bool
+
+
+def rights(process: int) -> dict[str, Rights]:
+    """Of each of its threads, by id."""
+    found = {}
+    for status in Path(f"/proc/{process}/task").glob("*/status"):
+        fields = dict(line.split(":\t") for line in status.read_text().splitlines())
+        masks = (int(fields[f"Cap{name}"], 16) for name in ("Inh", "Prm", "Eff", "Bnd", "Amb"))
+        inh, prm, eff, bnd, amb = (
+            frozenset(n for n in range(64) if mask >> n & 1) for mask in masks
+        )
+        found[status.parent.name] = Rights(inh, prm, eff, bnd, amb, fields["NoNewPrivs"] == "1")
+    return found
+
+
 def with_mounts(*commands: str) -> tuple[str, ...]:
     """Runs a command where these shell commands have changed the mounts, for it alone."""
     return ("unshare", "--mount", "sh", "-c", " && ".join((*commands, 'exec "$@"')), "sh")

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NoReturn, TypeVar
 
-from writeback_exporter import __version__, doctor
+from writeback_exporter import __version__, doctor, privileges
 from writeback_exporter.exporter import COLLECTORS, Exporter
 from writeback_exporter.features import Refused
 from writeback_exporter.kernel.layout import BadObject
@@ -32,11 +32,10 @@ from writeback_exporter.settings import (
     regular_expression,
     telemetry_path,
 )
-from writeback_exporter.web.config import ConfigFile
 from writeback_exporter.web.listen import Address, ListenError
+from writeback_exporter.web.policy import ConfigError
 from writeback_exporter.web.server import Server
 from writeback_exporter.web.status import page
-from writeback_exporter.web.values import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +84,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(settings: Settings) -> int:
-    config_file = ConfigFile(settings.web_config_file) if settings.web_config_file else None
+    config_file = None
+    if settings.web_config_file:
+        from writeback_exporter.web.config import ConfigFile  # YAML: 5 ms of a start
+
+        config_file = ConfigFile(settings.web_config_file)
     exporter = Exporter(settings)
     started = threading.Event()
     failures: list[Exception] = []
@@ -105,7 +108,8 @@ def _serve(settings: Settings) -> int:
 
     def start() -> None:
         try:
-            exporter.start(Pins(settings.bpf_pin) if settings.bpf_pin else None)
+            pins = Pins(settings.bpf_pin) if settings.bpf_pin else None
+            exporter.start(pins, give_up)
         except Exception as error:  # which the main thread reports
             failures.append(error)
             server.stop()
@@ -114,12 +118,26 @@ def _serve(settings: Settings) -> int:
         for address in server.addresses:
             log.info("listening on %s://%s%s", scheme, address, settings.telemetry_path)
 
+    kept = privileges.needed_after_start(settings)
+
+    def give_up() -> None:
+        try:
+            privileges.keep(kept)
+        except OSError as error:
+            log.warning(
+                "capabilities that are needed no more are kept: %s; allow prctl(2) and capset(2)",
+                error,
+            )
+
     _raise_descriptor_limit()
     # The port first: where it is taken, nothing is loaded into the kernel.
     server.bind()
     # Health and readiness are answered while programs are loaded; a scrape waits for them.
     starter = threading.Thread(target=start, name="start")
     starter.start()
+    # This thread serves, and starts all others that do: but for the one that loads the programs,
+    # and ends, none has ever had more.
+    give_up()
     try:
         server.run()
     finally:

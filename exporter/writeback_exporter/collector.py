@@ -24,8 +24,8 @@ class Host:
 
 
 class Collector(ABC):
-    """At each scrape `read`, then `fill`, then `forget`; `close` at the end. For the status page
-    `read`, then `sample`."""
+    """`begin`, then at each scrape `read`, `fill`, `forget`, and `close` at the end. For the status
+    page `read`, then `sample`."""
 
     name: ClassVar[str]
     """Of the switch --collector.NAME, of its main feature, and in its self-metrics."""
@@ -33,6 +33,9 @@ class Collector(ABC):
     """Whether it runs unless it is switched off."""
     main: ClassVar[bool] = False
     """Whether the exporter is run for it: `doctor` fails where it is not available."""
+
+    def begin(self) -> None:
+        """Starts its threads, once it is loaded or open: they have what rights are left then."""
 
     def read(self) -> None:
         """Copies what must be copied before the last events of cgroups are taken in."""

@@ -115,9 +115,10 @@ class Exporter:
         """What works here. Controllers of cgroups may be switched on at any time."""
         return attribution(self.hierarchies) + self._found
 
-    def start(self, pins: Pins | None = None) -> None:
+    def start(self, pins: Pins | None = None, prepared: Callable[[], None] = lambda: None) -> None:
         """Loads and attaches what this host allows, or takes it over from `pins`, which then belong
-        to this exporter; `features` then says what that is."""
+        to this exporter; `features` then says what that is. `prepared` is called when that is done,
+        before collectors start threads."""
         self._pins = pins
         for feature in attribution(self.hierarchies):
             if not feature.available:
@@ -128,6 +129,9 @@ class Exporter:
             self._lifecycle.recall()
         for reader in self._readers:
             self._start(reader, partial(reader.open, self._settings, self.host, self.lock))
+        prepared()
+        for collector in self.running:
+            collector.begin()
         self.observe()  # from here on the history counts
 
     def _load(self) -> None:

@@ -33,17 +33,6 @@ def raise_if_exhausted(error: OSError) -> None:
         ) from error
 
 
-def has_capability(number: int, procfs: str = "/proc") -> bool:
-    """Whether this process has the capability (include/uapi/linux/capability.h) now."""
-    try:
-        with open(f"{procfs}/self/status", "rb") as status:
-            effective = next(line.split()[1] for line in status if line.startswith(b"CapEff:"))
-    except OSError as error:
-        raise_if_exhausted(error)
-        raise
-    return bool(int(effective, 16) >> number & 1)
-
-
 @dataclass(frozen=True, slots=True)
 class Feature:
     """A feature and whether it is available; the texts are empty where it is."""

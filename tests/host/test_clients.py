@@ -3,21 +3,28 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import signal
 import socket
+import ssl
+import threading
 import time
-from contextlib import ExitStack
+import urllib.parse
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
 
 from tests import lab
+from tests.unit import certificates
 
 
 def connect(exporter: lab.Exporter) -> socket.socket:
-    host, port = exporter.url.removeprefix("http://").rsplit(":", 1)
-    return socket.create_connection((host, int(port)), timeout=30)
+    url = urllib.parse.urlsplit(exporter.url)
+    return socket.create_connection((url.hostname, url.port), timeout=30)
 
 
 def test_idle_and_slow_clients_do_not_stop_a_scrape(exporter: lab.Exporter) -> None:
@@ -96,3 +103,90 @@ def test_attaching_while_requests_are_in_flight(tmp_path: Path) -> None:
         unended = scrape.sum("exporter_map_dropped_total", map="block_io/requests")
         assert 0 < counted <= truth.writes
         assert scrape.sum("block_io_inflight", device=disk.name) <= unended + 1
+
+
+# Crowds -----------------------------------------------------------------------------------------
+
+CROWD, SLOW = 500, 100
+CLIENT_HELLO = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"
+
+
+def memory(process: int, key: str) -> int:
+    """Bytes: VmRSS is what it has, VmHWM the most that it had."""
+    status = Path(f"/proc/{process}/status").read_text()
+    return int(status.partition(f"{key}:")[2].split()[0]) << 10
+
+
+@pytest.mark.parametrize("tls", [False, True], ids=["plain", "TLS"])
+def test_crowds(tls: bool, tmp_path: Path) -> None:
+    """Slow-loris and half-open handshakes are held, then 500 scrape at once, twice: each gets a
+    whole answer, 503 or, beyond 512 connections, none; memory is bounded and does not grow; and a
+    normal scrape is served while the slow ones are there."""
+    flags, context = [], None
+    if tls:
+        certificates.server().write(tmp_path, "s")
+        certificates.authority().write(tmp_path, "ca")
+        (tmp_path / "web.yml").write_text("tls_server_config: {cert_file: s.pem, key_file: s.key}")
+        flags.append(f"--web.config.file={tmp_path}/web.yml")
+        context = ssl.create_default_context(cafile=str(tmp_path / "ca.pem"))
+    with lab.Exporter(*flags) as exporter, ExitStack() as stack:
+        url = urllib.parse.urlsplit(exporter.url)
+        process = exporter.process.pid
+
+        def client() -> http.client.HTTPConnection:
+            assert url.port is not None
+            if context:
+                return http.client.HTTPSConnection(
+                    "127.0.0.1", url.port, timeout=60, context=context
+                )
+            return http.client.HTTPConnection("127.0.0.1", url.port, timeout=60)
+
+        def scrape() -> int:
+            """The status of a whole answer, 0 where the connection is closed instead."""
+            with closing(client()) as one:
+                try:
+                    one.request("GET", "/metrics")
+                    answer = one.getresponse()
+                    text = answer.read()
+                except (ConnectionError, ssl.SSLError, http.client.BadStatusLine):
+                    return 0
+                assert answer.status != 200 or b"writeback_exporter_series" in text
+                return answer.status
+
+        def crowd() -> Counter[int]:
+            ready = threading.Barrier(CROWD)
+
+            def wait_and_scrape(_: int) -> int:
+                ready.wait(60)
+                return scrape()
+
+            with ThreadPoolExecutor(CROWD) as pool:
+                return Counter(pool.map(wait_and_scrape, range(CROWD)))
+
+        assert scrape() == 200
+        before = memory(process, "VmRSS")
+        slow = [stack.enter_context(connect(exporter)) for _ in range(SLOW)]
+        for one in slow:
+            one.sendall(CLIENT_HELLO if tls else b"GET /metrics HTTP/1.1\r\nX-Slow: ")
+        # Prometheus would be among the others, with a connection that it has kept.
+        kept = stack.enter_context(closing(client()))
+        kept.request("GET", "/-/healthy")
+        assert kept.getresponse().read() == b"ok\n"
+        after = []
+        for _ in range(2):
+            statuses = crowd()
+            assert statuses.keys() <= {200, 503, 0}
+            assert statuses[200] >= 1
+            kept.request("GET", "/metrics")
+            answer = kept.getresponse()
+            assert answer.status == 200
+            assert b"writeback_exporter_series" in answer.read()
+            assert scrape() == 200
+            after.append(memory(process, "VmRSS"))
+        most = memory(process, "VmHWM")
+        figures = [size >> 20 for size in (before, *after, most)]
+        print(f"{figures} MB, {dict(statuses)}")
+        assert most - before < 32 << 20, figures
+        assert after[1] - after[0] < 8 << 20, figures
+        assert exporter.stop() == 0
+    assert not any("ERROR" in line or "Traceback" in line for line in exporter.log)

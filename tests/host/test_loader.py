@@ -51,3 +51,13 @@ def test_cgroup_file_system_that_went_away(tmp_path: Path) -> None:
     names = attribution(Hierarchies(gone, gone))[0]
     assert (names.available, names.reason) == (False, "unreadable")
     assert "--path.cgroupfs" in names.remedy
+
+
+def test_what_the_kernel_alone_knows(small: dict[str, int]) -> None:
+    """A refusal with an error that stands for no cause that we know: EINVAL, for a map without
+    room. It is reported as a bug, and is no other's reason."""
+    small["cgroup_events"] = 0
+    with pytest.raises(Refused, match="Invalid argument") as caught:
+        loader.load(loader.open_file("cgroup_lifecycle"), ["cgroup_mkdir"], {})
+    assert caught.value.reason == "refused by the kernel"
+    assert "report this, with the output of `writeback-exporter doctor`" in caught.value.remedy

@@ -25,6 +25,7 @@ from writeback_exporter.names.cgroups import Cgroups
 from writeback_exporter.probes import block_io_limit
 from writeback_exporter.probes.base import Probe
 from writeback_exporter.probes.cgroup_lifecycle import CgroupLifecycle
+from writeback_exporter.probes.io_uring import IoUring
 
 from .relocated import Reached, Relocated, Relocation, relocate
 from .vmlinux import btf_of
@@ -240,3 +241,17 @@ def test_another_kernels_program_is_found(
     assert not faults(made, types)
     wrong = replace(made, programs=programs, hooks={programs[0]: "tp_btf/balance_dirty_pages"})
     assert any(fault in found for found in faults(wrong, types))
+
+
+@pytest.mark.parametrize(("name", "reason"), [("6.16", "time of the process"), ("6.17", "")])
+def test_whose_time_an_io_uring_thread_is_given(
+    name: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """6.16 was given up before the fix of 6.18, which 6.17 and 6.12 have got."""
+    monkeypatch.setattr(loader, "load", lambda *_: None)
+    with closing(Kernel()) as kernel:
+        kernel.close()
+        kernel.btf = KernelBtf(str(btf_of(kernels.fetch(name))))
+        (feature,) = IoUring().load(kernel, lab.hierarchies())
+    assert (feature.name, feature.reason) == ("io_uring_thread_time", reason)
+    assert ("6.18" in feature.remedy) == bool(reason)

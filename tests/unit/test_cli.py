@@ -366,8 +366,11 @@ def test_doctor_names_what_is_missing_and_the_remedy() -> None:
     said = rightless("doctor")
     assert (said.returncode, said.stderr) == (1, "")
     found = re.findall(
-        r"^NO  (\w+)\n +why: +the exporter lacks CAP_BPF and CAP_PERFMON \[no right\]\n"
-        r" +remedy: run it as root, or grant CAP_BPF and CAP_PERFMON$",
+        r"^NO  (\w+)\n"
+        r" +why: +no BPF program can be loaded: the exporter lacks CAP_BPF and CAP_PERFMON "
+        r"\[no right\]\n"
+        r" +remedy: grant CAP_BPF and CAP_PERFMON \(systemd: AmbientCapabilities=, docker: "
+        r"--cap-add=\)(?:, run it as root)?, or do without$",
         said.stdout,
         re.MULTILINE,
     )
@@ -389,8 +392,8 @@ def test_doctor_names_the_one_that_is_missing(kept: str, missing: str) -> None:
 
 
 def refused_features(report: str) -> set[str]:
-    """Those that doctor says are refused for want of a right."""
-    pattern = r"^NO  (\w+)\n +why: .*\[no right\]$"
+    """Those that doctor says are refused for want of the right to load BPF programs."""
+    pattern = r"^NO  (\w+)\n +why: +no BPF program .*\[no right\]$"
     return set(re.findall(pattern, report, re.MULTILINE))
 
 
@@ -511,3 +514,11 @@ def test_log_level() -> None:
     arguments = ("snapshot", "--snapshot.duration=0s", "--web.listen-address=:0")
     said = rightless(*arguments, "--log.level=error")
     assert re.fullmatch(r'time=\S+Z? level=ERROR msg="no BPF: [^\n]+"\n', said.stderr)
+
+
+def test_what_no_start_without_a_web_configuration_waits_for() -> None:
+    code = "import sys, writeback_exporter.cli; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = set(done.stdout.split())
+    assert "writeback_exporter.web.server" in loaded
+    assert loaded.isdisjoint({"yaml", "bcrypt"})

@@ -17,6 +17,7 @@ import pytest
 from tests.unit.test_workloads import LAYOUTS
 from writeback_exporter.metrics.catalogue import ALL, CGROUP_INFO
 from writeback_exporter.metrics.reference import reference
+from writeback_exporter.privileges import NEEDS
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "exporter/writeback_exporter"
@@ -107,6 +108,19 @@ def test_readme_names_targets_that_exist() -> None:
 def test_ci_runs_the_readme_test_command() -> None:
     assert "exec make test" in (ROOT / ".ci/run").read_text()
     assert "make test" in README
+
+
+def test_security_has_every_need_of_a_capability() -> None:
+    table = (ROOT / "docs/security.md").read_text().partition("## Capabilities\n")[2]
+    rows = re.findall(r"^\| (.+) \| ([A-Z_, ]+) \| (kept|given up) \|$", table, re.MULTILINE)
+    assert rows == [
+        (
+            need.feature,
+            ", ".join(capability.name for capability in need.capabilities),
+            "kept" if need.after_start else "given up",
+        )
+        for need in NEEDS
+    ]
 
 
 def test_troubleshooting_has_every_reason_and_no_other() -> None:

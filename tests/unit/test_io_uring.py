@@ -15,9 +15,11 @@ import pytest
 
 from tests.unit.files import Machine, no_descriptors
 from tests.unit.memory import Memory
+from writeback_exporter import privileges
 from writeback_exporter.features import Refused
 from writeback_exporter.kernel.libbpf import Object
 from writeback_exporter.kernel.loader import Kernel
+from writeback_exporter.privileges import Capability
 from writeback_exporter.probes import io_uring
 from writeback_exporter.probes.io_uring import IoUring
 
@@ -412,13 +414,25 @@ def test_a_procfs_of_another_pid_namespace(tmp_path: Path) -> None:
 
 def test_rights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of whom fdinfo may be read: CAP_SYS_PTRACE, and one of two to list the descriptors."""
-    held: set[int] = set()
-    monkeypatch.setattr(io_uring, "has_capability", lambda number: number in held)
-    for some in (set(), {19}, {1, 2}):
+    held: set[Capability] = set()
+
+    def sets() -> privileges._Sets:
+        return privileges._Sets(privileges._mask(held), 0, 0)
+
+    monkeypatch.setattr(privileges._Sets, "of_this_thread", sets)
+    reading, override = Capability.DAC_READ_SEARCH, Capability.DAC_OVERRIDE
+    for some, lacking in (
+        (set(), "CAP_DAC_READ_SEARCH and CAP_SYS_PTRACE"),
+        ({Capability.SYS_PTRACE}, "CAP_DAC_READ_SEARCH"),
+        ({reading, override}, "CAP_SYS_PTRACE"),
+    ):
         held.clear()
         held.update(some)
-        assert refused(Btf()).reason == "no right"
-    for enough in ({1, 19}, {2, 19}):
+        refusal = refused(Btf())
+        assert refusal.reason == "no right"
+        assert refusal.detail.endswith(f": the exporter lacks {lacking}")
+        assert refusal.remedy.startswith(f"grant {lacking} (")
+    for enough in ({override, Capability.SYS_PTRACE}, {reading, Capability.SYS_PTRACE}):
         held.clear()
         held.update(enough)
         io_uring._check(kernel(Btf(), NOWHERE))

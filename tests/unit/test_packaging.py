@@ -13,6 +13,15 @@ from pathlib import Path
 import pytest
 import yaml
 
+from writeback_exporter.privileges import (
+    CGROUP_TRIGGERS,
+    CONTAINERS,
+    DEBUGFS,
+    PROGRAMS,
+    RINGS,
+    TRACEFS,
+)
+
 ROOT = Path(__file__).parents[2]
 PACKAGING = ROOT / "packaging"
 DROP_INS = sorted((PACKAGING / "systemd").glob("*.conf"))
@@ -76,3 +85,19 @@ def test_daemonset_names_options_and_ports_that_exist() -> None:
     assert monitor["spec"]["selector"]["matchLabels"] == pod["metadata"]["labels"]
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
     assert endpoint["port"] in {port["name"] for port in container["ports"]}
+
+
+UNIT = PACKAGING / "systemd/writeback-exporter.service"
+GRANTS = {
+    UNIT: (PROGRAMS,),
+    UNIT.with_name("files-of-others.conf"): (RINGS, DEBUGFS, CONTAINERS),
+    UNIT.with_name("pressure-triggers.conf"): (CGROUP_TRIGGERS,),
+    UNIT.with_name("sync-tracepoints.conf"): (TRACEFS,),
+}
+
+
+@pytest.mark.parametrize("path", [UNIT, *DROP_INS], ids=lambda path: path.stem)
+def test_units_grant_what_is_needed(path: Path) -> None:
+    granted = re.findall(r"^AmbientCapabilities=(.*)$", path.read_text(), re.MULTILINE)
+    needed = {str(capability) for need in GRANTS[path] for capability in need.capabilities}
+    assert [set(line.split()) for line in granted] == [needed]

@@ -21,12 +21,14 @@ import pytest
 from tests.unit.test_cgroups import MKDIR, RELEASE, RMDIR, V1, procfs, tree
 from tests.unit.test_pressure import CGROUP, HOST, available, host, psi, put, settings, v2_host
 from tests.waiting import wait_for
+from writeback_exporter import privileges
 from writeback_exporter.collector import Host
 from writeback_exporter.features import Feature, Refused
 from writeback_exporter.files import pressure_triggers as module
 from writeback_exporter.files.pressure_triggers import PressureTriggers
 from writeback_exporter.metrics.exposition import Labels, Snapshot
 from writeback_exporter.names.cgroups import RETENTION_SECONDS
+from writeback_exporter.privileges import Capability
 from writeback_exporter.settings import (
     PressureTrigger,
     Settings,
@@ -100,8 +102,6 @@ def test_expression_that_is_none(text: str) -> None:
 
 # Whose they are -----------------------------------------------------------------------------------
 
-PRIVILEGED = "0000000001000000"  # CAP_SYS_RESOURCE
-
 
 class Triggers:
     """A collector on a fixture tree, until the end of its context."""
@@ -118,6 +118,7 @@ class Triggers:
 
     def __enter__(self) -> Triggers:
         self.features: list[Feature] = self.collector.open(self.settings, self.host, self.lock)
+        self.collector.begin()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -172,12 +173,18 @@ def _files_of_a_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(select, "epoll", _Epoll)
 
 
+@pytest.fixture(autouse=True)
+def held(monkeypatch: pytest.MonkeyPatch) -> set[Capability]:
+    """The capabilities that the exporter has."""
+    held = {Capability.SYS_RESOURCE, Capability.DAC_OVERRIDE}
+    monkeypatch.setattr(privileges, "has", held.__contains__)
+    return held
+
+
 @pytest.fixture
 def top(tmp_path: Path) -> Path:
     """The root of cgroup v2 on a host where the exporter may all."""
-    made = v2_host(tmp_path, "a", "b", "b/c")
-    (tmp_path / "proc/self/status").write_text(f"Name:\tx\nCapEff:\t{PRIVILEGED}\n")
-    return made
+    return v2_host(tmp_path, "a", "b", "b/c")
 
 
 def test_nothing_is_done_unasked(tmp_path: Path) -> None:
@@ -228,7 +235,6 @@ def test_cgroups_whose_whole_path_matches(tmp_path: Path, top: Path) -> None:
 def test_v1(tmp_path: Path) -> None:
     procfs(tmp_path, V1)
     put(tmp_path / "proc/pressure", HOST)
-    (tmp_path / "proc/self/status").write_text(f"CapEff:\t{PRIVILEGED}\n")
     for controller in ("blkio", "memory"):
         tree(tmp_path / "cgroup" / controller, "a")
     with Triggers(tmp_path, (IO,), ".*") as triggers:
@@ -376,15 +382,21 @@ SERIES = ("/a", "io", "some", "150ms/2s")
 
 
 @pytest.mark.parametrize(
-    ("capabilities", "mode"),
-    [(PRIVILEGED, 0o666), (PRIVILEGED, 0o444), ("0", 0o444)],
+    ("privileged", "mode"),
+    [(True, 0o666), (True, 0o444), (False, 0o444)],
     ids=["privileged", "5.10", "5.10 without CAP_SYS_RESOURCE"],
 )
 def test_the_kernel_is_believed(
-    capabilities: str, mode: int, tmp_path: Path, top: Path, waited: Callable[[int], None]
+    privileged: bool,
+    mode: int,
+    tmp_path: Path,
+    top: Path,
+    waited: Callable[[int], None],
+    held: set[Capability],
 ) -> None:
     """These triggers have a total of their own, which may grow by more than that of the file."""
-    (tmp_path / "proc/self/status").write_text(f"CapEff:\t{capabilities}\n")
+    if not privileged:
+        held.clear()
     for file in (tmp_path / "proc/pressure").iterdir():
         file.chmod(mode)
     with Triggers(tmp_path, (IO,), "/a") as triggers:
@@ -394,9 +406,9 @@ def test_the_kernel_is_believed(
 
 
 def test_an_event_of_what_was_before_is_false(
-    tmp_path: Path, top: Path, waited: Callable[[int], None]
+    tmp_path: Path, top: Path, waited: Callable[[int], None], held: set[Capability]
 ) -> None:
-    (tmp_path / "proc/self/status").write_text("CapEff:\t0000000000000000\n")
+    held.clear()
     for file in (tmp_path / "proc/pressure").iterdir():
         file.chmod(0o666)
     with Triggers(tmp_path, (IO,), "/a") as triggers:

@@ -45,8 +45,9 @@ from tests.unit.test_server import (
 )
 from tests.waiting import wait_for
 from writeback_exporter.web import gate
-from writeback_exporter.web.config import ConfigFile, RateLimit, WebConfig
+from writeback_exporter.web.config import ConfigFile
 from writeback_exporter.web.gate import Busy, Passwords, RateLimiter
+from writeback_exporter.web.policy import RateLimit, WebConfig
 from writeback_exporter.web.server import Limits, Server
 
 HASHES = {

@@ -21,9 +21,9 @@ from tests.monitoring import tool
 from tests.unit import certificates
 from writeback_exporter.web import config as web_config
 from writeback_exporter.web import tls as tls_module
-from writeback_exporter.web.config import ConfigFile, WebConfig, parse
+from writeback_exporter.web.config import ConfigFile, parse
+from writeback_exporter.web.policy import ConfigError, WebConfig
 from writeback_exporter.web.tls import Tls
-from writeback_exporter.web.values import ConfigError
 
 HASH = bcrypt.hashpw(b"secret", bcrypt.gensalt(4)).decode()
 TLS = "tls_server_config:\n  cert_file: server.pem\n  key_file: server.key\n"

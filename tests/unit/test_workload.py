@@ -74,6 +74,7 @@ class Bench:
             rootfs=str(self.rootfs),
         )
         assert self.collector.open(settings, self.host, self.lock) == []
+        self.collector.begin()
         try:
             yield
         finally:

@@ -18,6 +18,7 @@ from writeback_exporter.metrics import catalogue
 from writeback_exporter.metrics.catalogue import Metric
 from writeback_exporter.metrics.exposition import Labels, Snapshot, family
 from writeback_exporter.names.cgroups import Hierarchy
+from writeback_exporter.privileges import DEBUGFS, refusal
 from writeback_exporter.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -119,11 +120,12 @@ class Bdis(Reader):
                 f"mount -t debugfs debugfs {self._sysfs}/kernel/debug, in a container from the "
                 "host; a kernel without CONFIG_DEBUG_FS has none",
             ) from error
+        except PermissionError as error:
+            detail = f"cannot read {directory}: {error.strerror}"
+            raise refusal(detail, DEBUGFS.capabilities) from error
         except OSError as error:
             raise Refused(
-                "unreadable",
-                f"cannot read {directory}: {error.strerror}",
-                "run the exporter as root, where the kernel is not locked down",
+                "unreadable", f"cannot read {directory}: {error.strerror}", "do without"
             ) from error
         for file in ("wb_stats", "stats"):
             if any(content(f"{directory}/{bdi}/{file}") for bdi in there):
@@ -131,7 +133,7 @@ class Bdis(Reader):
         raise Refused(
             "unreadable",
             f"no file stats in {directory} can be read",
-            "run the exporter as root, where the kernel is not locked down",
+            "use a kernel that is not locked down, or do without",
         )
 
     def read(self) -> None:

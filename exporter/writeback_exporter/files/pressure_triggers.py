@@ -20,19 +20,20 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from writeback_exporter import privileges
 from writeback_exporter.collector import Host
 from writeback_exporter.features import (
     NO_DESCRIPTOR,
     RAISE_DESCRIPTORS,
     Feature,
     Refused,
-    has_capability,
 )
 from writeback_exporter.files.base import Reader
 from writeback_exporter.files.pressure import hierarchy_with_pressure, supported, totals
 from writeback_exporter.metrics import catalogue
 from writeback_exporter.metrics.exposition import Labels, Snapshot, family
 from writeback_exporter.names.cgroups import Hierarchy
+from writeback_exporter.privileges import Capability
 from writeback_exporter.settings import PressureTrigger, Settings
 
 log = logging.getLogger(__name__)
@@ -49,7 +50,6 @@ _RETRY_SECONDS = 30.0
 """When to try again what was refused: to a cgroup whose cgroup.pressure was 0 (6.1), say."""
 
 _HOST = 0  # among cgroup ids, of which none is 0
-_CAP_SYS_RESOURCE = 24
 _SHORTEST_WINDOW = 500_000  # WINDOW_MIN_US of kernel/sched/psi.c in 5.10 and 6.1, in no later one
 _AVERAGING = 2_000_000  # PSI_FREQ
 
@@ -103,7 +103,7 @@ class PressureTriggers(Reader):
                 self._arm((_HOST, trigger), "/", path)
             except Refused as refusal:
                 self._refused.add((_HOST, trigger))
-                self._told.add(f"{trigger}: {refusal.reason}")
+                self._told.add(f"{trigger}: {refusal.remedy}")
                 features.append(Feature.refused(name, refusal))
             else:
                 features.append(Feature(name, True))
@@ -116,9 +116,12 @@ class PressureTriggers(Reader):
                 self._follow()
         self._stop = os.eventfd(0, os.EFD_CLOEXEC)
         self._poll.register(self._stop, select.EPOLLIN)
-        self._watcher = threading.Thread(target=self._watch, name=self.name, daemon=True)
-        self._watcher.start()
         return features
+
+    def begin(self) -> None:
+        if self._stop != -1:
+            self._watcher = threading.Thread(target=self._watch, name=self.name, daemon=True)
+            self._watcher.start()
 
     # In the thread ----------------------------------------------------------------------------
 
@@ -214,7 +217,7 @@ class PressureTriggers(Reader):
             except Refused as refusal:
                 self._refused.add(key)
                 # What is not there has gone, or will be there when it is tried again.
-                if refusal.reason != _NOT_THERE and self._is_new(f"{key[1]}: {refusal.reason}"):
+                if refusal.reason != _NOT_THERE and self._is_new(f"{key[1]}: {refusal.remedy}"):
                     log.warning("PSI trigger %s is refused: %s", key[1], refusal)
 
     def _is_new(self, message: str) -> bool:
@@ -290,12 +293,14 @@ class PressureTriggers(Reader):
             self._counts = {k: count for k, count in self._counts.items() if k[0] in in_use}
 
     def close(self) -> None:
-        if self._watcher is None:
+        if self._stop == -1:
             return
-        os.eventfd_write(self._stop, 1)
-        self._watcher.join()
-        self._watcher = None
+        if self._watcher:
+            os.eventfd_write(self._stop, 1)
+            self._watcher.join()
+            self._watcher = None
         os.close(self._stop)
+        self._stop = -1
         self._poll.close()
         # Each close waits for an RCU grace period, 9 ms or more; together they wait for the same.
         with ThreadPoolExecutor(max_workers=32) as pool:
@@ -309,19 +314,21 @@ _NOT_THERE = "not there"
 def _refusal(
     trigger: PressureTrigger, path: str | bytes, averaged: bool, error: OSError
 ) -> Refused:
+    detail = f"{os.fsdecode(path)}: {error.strerror}"
     match error.errno:
         case errno.EINVAL if averaged and trigger.window % _AVERAGING:
-            reason = "no right"
-            remedy = "give the exporter CAP_SYS_RESOURCE, or take a window that is a multiple of 2s"
+            otherwise = "take a window that is a multiple of 2s"
+            return privileges.refusal(detail, [Capability.SYS_RESOURCE], otherwise)
         case errno.EINVAL if trigger.window < _SHORTEST_WINDOW:
             reason = "window too short"
             remedy = "take a window of 500ms or more, the shortest of this kernel"
         case errno.ENOENT | errno.ENODEV | errno.EOPNOTSUPP:
             reason = _NOT_THERE
             remedy = "use a kernel that accounts it; in a cgroup, write 1 to its cgroup.pressure"
-        case errno.EACCES | errno.EPERM:
-            reason = "no right"
-            remedy = "run the exporter as root, or give it CAP_DAC_OVERRIDE"
+        case errno.EACCES:  # by the file's mode
+            return privileges.refusal(detail, [Capability.DAC_OVERRIDE])
+        case errno.EPERM:  # psi_open(), kernel/sched/psi.c, 5.13 to 6.3
+            return privileges.refusal(detail, [Capability.SYS_RESOURCE])
         case errno.EROFS:
             reason = "read-only"
             remedy = (
@@ -333,13 +340,13 @@ def _refusal(
         case _:
             reason = "refused by the kernel"
             remedy = "take other limits, or do without"
-    return Refused(reason, f"{os.fsdecode(path)}: {error.strerror}", remedy)
+    return Refused(reason, detail, remedy)
 
 
 def _averaged(procfs: str) -> bool:
     """Whether triggers are looked at along with the averages: without CAP_SYS_RESOURCE, in kernels
     that let everybody set them (6.4), for which they made these files writable."""
-    if has_capability(_CAP_SYS_RESOURCE, procfs):
+    if privileges.has(Capability.SYS_RESOURCE):
         return False
     with os.scandir(f"{procfs}/pressure") as files:
         return any(file.stat().st_mode & stat.S_IWOTH for file in files)

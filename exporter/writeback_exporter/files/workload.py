@@ -60,8 +60,13 @@ class Workloads(Reader):
 
     def open(self, settings: Settings, host: Host, lock: threading.Lock) -> list[Feature]:
         arguments = (Search(settings.rootfs), host.cgroups, lock)
-        threading.Thread(target=self._search, args=arguments, name=self.name, daemon=True).start()
+        self._searcher = threading.Thread(
+            target=self._search, args=arguments, name=self.name, daemon=True
+        )
         return []
+
+    def begin(self) -> None:
+        self._searcher.start()
 
     def fill(self, snapshot: Snapshot, host: Host) -> None:
         self._learn(host.cgroups)

@@ -15,8 +15,8 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from writeback_exporter import __version__
-from writeback_exporter.features import NO_DESCRIPTOR, RAISE_DESCRIPTORS, Refused, has_capability
+from writeback_exporter import __version__, privileges
+from writeback_exporter.features import NO_DESCRIPTOR, RAISE_DESCRIPTORS, Refused
 from writeback_exporter.kernel import libbpf
 from writeback_exporter.kernel.layout import BadObject, ObjectFile
 from writeback_exporter.kernel.libbpf import BpfError, KernelBtf, LibbpfMissing, Object
@@ -25,8 +25,6 @@ from writeback_exporter.kernel.pins import PinnedObject, Pins, fingerprint
 OBJECTS = Path(__file__).parent.parent / "objects"
 BTF = "/sys/kernel/btf/vmlinux"
 LOCKDOWN = "/sys/kernel/security/lockdown"
-
-_CAP_SYS_ADMIN, _CAP_PERFMON, _CAP_BPF = 21, 38, 39
 
 
 class Kernel:
@@ -50,12 +48,9 @@ class Kernel:
             libbpf.version()
         except LibbpfMissing as error:
             raise Refused("no libbpf", str(error), "then start the exporter again") from error
-        if missing := _missing_capabilities():
-            raise Refused(
-                "no right",
-                f"the exporter lacks {missing}",
-                "run it as root, or grant CAP_BPF and CAP_PERFMON",
-            )
+        if not privileges.holds(privileges.PROGRAMS):
+            need = privileges.PROGRAMS.capabilities
+            raise privileges.refusal("no BPF program can be loaded", need)
         if not os.path.exists(BTF):
             raise Refused(
                 "no BTF",
@@ -263,13 +258,6 @@ def _locked_down() -> Refused:
         "the kernel is locked down for confidentiality, BPF may not read its memory",
         "boot with lockdown=integrity, or without",
     )
-
-
-def _missing_capabilities() -> str:
-    if has_capability(_CAP_SYS_ADMIN):
-        return ""
-    needed = {"CAP_BPF": _CAP_BPF, "CAP_PERFMON": _CAP_PERFMON}
-    return " and ".join(name for name, number in needed.items() if not has_capability(number))
 
 
 def _lockdown() -> str:

@@ -235,7 +235,7 @@ class BlockIo(Probe):
             program, self._insert = self._insert, ""
             try:
                 self.bpf.attach(program)
-            except BpfError as error:  # as where capabilities were dropped since
+            except BpfError as error:
                 log.warning("queue time of disks without iostats is not known: %s", error)
 
     def _table(self, cgroups: Cgroups) -> Table:

@@ -70,9 +70,12 @@ class CgroupLifecycle(Probe):
             super().close()
             raise refusal(error) from error
         self._stop_read, self._stop_write = os.pipe()
-        self._follower = threading.Thread(target=self._follow, name=self.name, daemon=True)
-        self._follower.start()
         return []
+
+    def begin(self) -> None:
+        if self._ring:
+            self._follower = threading.Thread(target=self._follow, name=self.name, daemon=True)
+            self._follower.start()
 
     def _apply(self, record: bytes) -> None:
         # Only the bytes of the path that there are were sent.

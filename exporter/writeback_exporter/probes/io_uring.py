@@ -15,8 +15,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 
+from writeback_exporter import privileges
 from writeback_exporter.collector import Host
-from writeback_exporter.features import Feature, Refused, has_capability, raise_if_exhausted
+from writeback_exporter.features import Feature, Refused, raise_if_exhausted
 from writeback_exporter.files.base import content
 from writeback_exporter.kernel.loader import Kernel
 from writeback_exporter.metrics import catalogue
@@ -28,8 +29,6 @@ _FORBIDDEN = b"2"  # to all processes; 1 forbids it to those without a right or 
 _FIRST_PID_NAMESPACE = 0xEFFFFFFC  # its inode: PROC_PID_INIT_INO (include/linux/proc_ns.h)
 _DESCRIPTORS = 65_536
 """Of a process that are looked at: each takes 5 us of a scrape."""
-
-_CAP_DAC_OVERRIDE, _CAP_DAC_READ_SEARCH, _CAP_SYS_PTRACE = 1, 2, 19
 
 _RING = "anon_inode:[io_uring]"
 _THREAD = b"iou-sqp-"  # io_sq_thread(), io_uring/sqpoll.c
@@ -227,13 +226,9 @@ def _check(kernel: Kernel) -> None:
             "share the host's (hostPID: true, docker --pid=host), or mount its procfs and say "
             "where it is with --path.procfs",
         )
-    may_list = has_capability(_CAP_DAC_READ_SEARCH) or has_capability(_CAP_DAC_OVERRIDE)
-    if not (may_list and has_capability(_CAP_SYS_PTRACE)):
-        raise Refused(
-            "no right",
-            "the exporter may not read /proc/PID/fdinfo of other users' processes",
-            "grant CAP_SYS_PTRACE and CAP_DAC_READ_SEARCH, or do without",
-        )
+    if not privileges.holds(privileges.RINGS):
+        need = privileges.RINGS.capabilities
+        raise privileges.refusal("other users' /proc/PID/fdinfo cannot be read", need)
 
 
 def _is_of_the_host(procfs: str) -> bool:

@@ -9,8 +9,10 @@ import sys
 import time
 from collections.abc import Iterator
 
+from writeback_exporter import privileges
 from writeback_exporter.collector import Host
 from writeback_exporter.features import Feature, Refused
+from writeback_exporter.files.base import number
 from writeback_exporter.kernel.loader import Kernel
 from writeback_exporter.metrics import catalogue
 from writeback_exporter.metrics.exposition import Labels, Snapshot, family
@@ -92,7 +94,11 @@ class Sync(Probe):
             feature = Feature.refused("sync_fentry", refusal)
             _check_tracefs()
             programs = [f"{call}_{side}_tp" for call in self._calls for side in ("exit", "enter")]
-            self.bpf = kernel.load(self.file, programs, constants)
+            try:
+                self.bpf = kernel.load(self.file, programs, constants)
+            except Refused as refusal:
+                _check_perf_events(kernel.procfs, refusal)
+                raise
         self._hierarchy = hierarchies.task
         self._sync.make_room(
             hierarchies.task,
@@ -136,8 +142,8 @@ class Sync(Probe):
         for tid, value in entries:
             cgroup, call, start_ns = self._open_call.unpack(value)
             age_ns = max(now - start_ns, 0)
-            number = int.from_bytes(tid, sys.byteorder)
-            if age_ns < _DOUBT_NS or self.run("still_open", number):
+            thread = int.from_bytes(tid, sys.byteorder)
+            if age_ns < _DOUBT_NS or self.run("still_open", thread):
                 self._open.append((cgroup, call, age_ns))
 
     def fill(self, snapshot: Snapshot, host: Host) -> None:
@@ -167,16 +173,33 @@ class Sync(Probe):
         self._sync.forget(gone, host.cgroups)
 
 
+def _check_perf_events(procfs: str, refusal: Refused) -> None:
+    """Raises another Refused where the cause is a sysctl: classic tracepoints are perf events."""
+    paranoid = number(f"{procfs}/sys/kernel/perf_event_paranoid") or 0
+    need = privileges.PERF_EVENTS
+    if refusal.reason == "not permitted" and paranoid > 2 and not privileges.holds(need):
+        detail = f"{refusal.detail} (kernel.perf_event_paranoid is {paranoid})"
+        raise privileges.refusal(
+            detail, need.capabilities, "set kernel.perf_event_paranoid to 2"
+        ) from refusal
+
+
 def _check_tracefs() -> None:
     for top in _TRACEFS:
-        if os.path.isdir(f"{top}/events/syscalls"):
-            return
-        if os.path.isdir(f"{top}/events"):
+        try:
+            systems = os.listdir(f"{top}/events")
+        except PermissionError as error:
+            detail = f"cannot read {top}/events: {error.strerror}"
+            raise privileges.refusal(detail, privileges.TRACEFS.capabilities) from error
+        except OSError:
+            continue
+        if "syscalls" not in systems:
             raise Refused(
                 "no tracepoint",
                 f"the kernel has no tracepoints of system calls ({top}/events/syscalls)",
                 "use a kernel built with CONFIG_FTRACE_SYSCALLS, or with fentry",
             )
+        return
     raise Refused(
         "no tracefs",
         "tracefs, which names the tracepoints of system calls, is not mounted",

@@ -9,10 +9,11 @@ import logging
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-from writeback_exporter.web.tls import Tls, TlsSettings, read_tls
-from writeback_exporter.web.values import ConfigError, Value, read_yaml
+from writeback_exporter.web.policy import ConfigError, RateLimit, WebConfig
+from writeback_exporter.web.tls import TlsSettings, read_tls
+from writeback_exporter.web.values import Value, read_yaml
 
 log = logging.getLogger(__name__)
 
@@ -32,26 +33,6 @@ _HASH = re.compile(
 )
 _HIGHEST_COST = 18
 """It takes the one thread 20 s; each more doubles that, and 31 is two days."""
-
-
-@dataclass(frozen=True, slots=True)
-class RateLimit:
-    """One request each `interval` seconds, and `burst` at once after a pause."""
-
-    interval: float
-    burst: int
-
-
-@dataclass(frozen=True, slots=True)
-class WebConfig:
-    """What holds for a connection and its requests. Without a file: nothing is asked for."""
-
-    tls: Tls | None = None
-    users: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """bcrypt hashes by user. Where there are any, each request has to name one."""
-    headers: Mapping[str, str] = field(default_factory=dict)
-    """Of each response, instead of our own; an empty one is not sent."""
-    rate_limit: RateLimit | None = None
 
 
 class ConfigFile:

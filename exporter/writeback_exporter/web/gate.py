@@ -12,9 +12,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
-import bcrypt
-
-from writeback_exporter.web.config import RateLimit
+from writeback_exporter.web.policy import RateLimit
 
 _SIGNIFICANT = 72
 """Bytes of a password that bcrypt looks at; from version 5 on the library refuses longer ones."""
@@ -100,6 +98,8 @@ class Passwords:
 
 
 def _matches(password: bytes, hashed: str) -> bool:
+    import bcrypt  # here, for a start without users need not wait for it
+
     try:
         return bcrypt.checkpw(password, hashed.encode())
     except ValueError:  # a NUL in the password, for some versions

@@ -27,6 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
+from typing import TYPE_CHECKING
 from urllib.parse import parse_qs
 
 from tornado import httputil
@@ -38,9 +39,12 @@ from tornado.http1connection import (
 from tornado.iostream import IOStream, SSLIOStream, StreamClosedError
 
 from writeback_exporter.metrics.exposition import Snapshot, gzip_chunks, negotiate, render
-from writeback_exporter.web.config import ConfigFile, WebConfig
 from writeback_exporter.web.gate import Busy, Passwords, RateLimiter
 from writeback_exporter.web.listen import Address, ListenError, open_listener
+from writeback_exporter.web.policy import WebConfig
+
+if TYPE_CHECKING:
+    from writeback_exporter.web.config import ConfigFile
 
 log = logging.getLogger(__name__)
 

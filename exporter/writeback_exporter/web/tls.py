@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import NoReturn, TypeVar
 
-from writeback_exporter.web.values import ConfigError, Value
+from writeback_exporter.web.policy import ConfigError
+from writeback_exporter.web.values import Value
 
 log = logging.getLogger(__name__)
 

@@ -9,15 +9,13 @@ from dataclasses import dataclass
 
 import yaml
 
+from writeback_exporter.web.policy import ConfigError
+
 _YAML = "tag:yaml.org,2002:"
 _SCALARS = {_YAML + name for name in ("str", "int", "float", "bool", "timestamp")}
 _UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1, "m": 60, "h": 3600}
 _TRUE = ("true", "yes", "on")
 """What YAML 1.1 takes for true, whatever its case."""
-
-
-class ConfigError(Exception):
-    """A configuration that cannot be used: one line that names it, and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
