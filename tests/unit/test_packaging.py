@@ -51,12 +51,24 @@ def test_installation_names_every_drop_in() -> None:
 def test_drop_ins_bound_what_they_grant(path: Path) -> None:
     """A capability that is not in the bounding set is not held either."""
     settings = dict(re.findall(r"^(\w+)=(.*)$", path.read_text(), re.MULTILINE))
-    assert settings["AmbientCapabilities"] == settings["CapabilityBoundingSet"]
-    granted = settings["AmbientCapabilities"].replace("CAP_", "").split()
+    ambient = settings.get("AmbientCapabilities", "")
+    assert ambient == settings.get("CapabilityBoundingSet", "")
+    granted = ambient.replace("CAP_", "").split()
     (row,) = re.findall(
         rf"`{path.name}` \| (.*) \|$", (ROOT / "docs/installation.md").read_text(), re.MULTILINE
     )
     assert re.findall(r"[A-Z]+_[A-Z_]+", row) == granted
+
+
+def test_chart_is_of_this_version() -> None:
+    chart = yaml.safe_load((PACKAGING / "helm/writeback-exporter/Chart.yaml").read_text())
+    assert chart["version"] == chart["appVersion"] == PROJECT["version"]
+
+
+def test_units_name_options_that_exist() -> None:
+    for path in (PACKAGING / "systemd").iterdir():
+        named = set(re.findall(r"--[a-z]+\.[a-z._-]+[a-z]", path.read_text()))
+        assert named <= flags(), path
 
 
 def test_daemonset_names_options_and_ports_that_exist() -> None:
