@@ -131,7 +131,15 @@ def run(helm: Path, *arguments: object, values: object = None) -> subprocess.Com
 
 
 def template(helm: Path, values: object, release: str = "writeback-exporter") -> Any:
-    return run(helm, "template", release, CHART, values=values)
+    # Helm 3 that is not built by its own Makefile takes the cluster for one of 1.20.
+    version = f"--kube-version={VERSIONS[-1]}.0"
+    return run(helm, "template", version, release, CHART, values=values)
+
+
+def test_an_older_kubernetes_is_refused(helm: Path) -> None:
+    done = run(helm, "template", "--kube-version=1.24.0", "x", CHART)
+    assert done.returncode != 0
+    assert "chart requires kubeVersion: >=1.25" in done.stderr
 
 
 def rendered(
