@@ -2,7 +2,7 @@
 #
 #   make run     start the exporter on this machine (root): http://127.0.0.1:10435/metrics
 #   make test    prove it: lint, unit, host, e2e and guest tests
-#   make test-matrix   the guest tests on all kernels; other kernels' BTF, compilers, Pythons; packages
+#   make test-matrix   the guest tests on all kernels; other kernels' BTF, compilers, Pythons; packages, systemd, Helm
 #
 #   make build   prepare all and leave the program at .venv/bin/writeback-exporter
 #   make bpf     compile the BPF objects     make lint     ruff, mypy, clang-format, shellcheck
@@ -114,7 +114,7 @@ build/manifests/.made: Makefile | $(VENV)/.tested
 	rm -rf $(@D)
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check -e '.[manifests]'
 	mkdir -p $(@D)/helm $(@D)/helm3
-	export GOPATH=$(CURDIR)/$(@D)/go GOCACHE=$(CURDIR)/$(@D)/cache GOFLAGS=-modcacherw; \
+	export GOPATH=$(CURDIR)/$(@D)/go GOCACHE=$(CURDIR)/$(@D)/cache GOFLAGS=-modcacherw CGO_ENABLED=0; \
 	GOBIN=$(CURDIR)/$(@D)/helm $(VENV)/bin/go install $(HELM); \
 	GOBIN=$(CURDIR)/$(@D)/helm3 $(VENV)/bin/go install $(HELM3); \
 	$(VENV)/bin/go mod download $(OPERATOR)
@@ -139,7 +139,7 @@ lint: build $(VENV)/.tested build/packages.test
 	$(VENV)/bin/mypy
 	for source in bpf/*.bpf.c tests/*/*.bpf.c; do $(CLANG) $(BPF_FLAGS) -Werror -fsyntax-only $$source; done
 	clang-format --style=file:bpf/.clang-format --dry-run -Werror bpf/*.[ch] tests/*/*.bpf.c
-	shellcheck .ci/run packaging/*.sh
+	shellcheck .ci/run packaging/*.sh packaging/debian/*.prerm packaging/debian/*.postrm
 
 unit host e2e guest: build $(VENV)/.tested build/packages.test build/monitoring/.unpacked
 	$(VENV)/bin/python -m pytest tests/$@
