@@ -36,11 +36,11 @@ TEST_PACKAGES = clang-format bpftool e2fsprogs xfsprogs btrfs-progs util-linux k
 	zstd lz4 dmsetup fio blktrace debootstrap chromium shellcheck $(QEMU_$(shell uname -m)) \
 	qemu-system-common $(VIRTIOFSD)
 
-# What the chart is rendered with, and where the Prometheus operator's own schemas come from: Go modules,
-# of which the first two are programs.
+# Go modules: what the chart is rendered with, and the Prometheus operator, which has its own schemas.
 HELM := helm.sh/helm/v4/cmd/helm@v4.3.1
 HELM3 := helm.sh/helm/v3/cmd/helm@v3.22.0
 OPERATOR := github.com/prometheus-operator/prometheus-operator@v0.85.0
+MANIFESTS := build/manifests/.made-$(notdir $(HELM))-$(notdir $(HELM3))-$(notdir $(OPERATOR))
 
 DEB_PACKAGES := debhelper dh-python dpkg-dev
 MATRIX_PACKAGES := buildah lintian
@@ -108,17 +108,20 @@ build/monitoring/.unpacked: Makefile | build/packages.build
 	for package in $(@D)/*.deb; do dpkg-deb -x $$package $(@D); done
 	@touch $@
 
-# Compiled here, in some minutes: 120 MB each. Debian has no Helm, and Debian 12 no Go that compiles it;
-# the virtual environment has one. What it leaves in its caches, 2 GB, is of no further use.
-build/manifests/.made: Makefile | $(VENV)/.tested
-	rm -rf $(@D)
+$(VENV)/.manifests: $(VENV)/.tested
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check -e '.[manifests]'
+	@touch $@
+
+# Compiled, in four minutes of CPU: Debian has no Helm, and Debian 12 no Go that compiles it, but the
+# virtual environment has one. What it leaves in its caches, 2 GB, is of no further use.
+$(MANIFESTS): | $(VENV)/.manifests
+	rm -rf $(@D)
 	mkdir -p $(@D)/helm $(@D)/helm3
 	export GOPATH=$(CURDIR)/$(@D)/go GOCACHE=$(CURDIR)/$(@D)/cache GOFLAGS=-modcacherw CGO_ENABLED=0; \
 	GOBIN=$(CURDIR)/$(@D)/helm $(VENV)/bin/go install $(HELM); \
 	GOBIN=$(CURDIR)/$(@D)/helm3 $(VENV)/bin/go install $(HELM3); \
-	$(VENV)/bin/go mod download $(OPERATOR)
-	cp -r $(@D)/go/pkg/mod/$(OPERATOR)/example/prometheus-operator-crd $(@D)/operator
+	$(VENV)/bin/go mod download $(OPERATOR); \
+	cp -r $$($(VENV)/bin/go env GOMODCACHE)/$(OPERATOR)/example/prometheus-operator-crd $(@D)/operator
 	rm -rf $(@D)/go $(@D)/cache
 	@touch $@
 
@@ -145,7 +148,7 @@ unit host e2e guest: build $(VENV)/.tested build/packages.test build/monitoring/
 	$(VENV)/bin/python -m pytest tests/$@
 
 test-matrix: build $(VENV)/.tested build/packages.test build/packages.matrix \
-		build/monitoring/.unpacked build/manifests/.made
+		build/monitoring/.unpacked $(VENV)/.manifests $(MANIFESTS)
 	GUEST_KERNELS="5.10 6.1 6.12 6.18 7.3" $(VENV)/bin/python -m pytest tests/guest tests/matrix
 
 bench: build $(VENV)/.tested build/packages.test
