@@ -297,6 +297,7 @@ def test_arguments_are_the_program_s(helm: Path) -> None:
 def test_schema_has_every_value() -> None:
     """And values.yaml has all that the schema lets through, but for what a list or map holds."""
     schema = json.loads((CHART / "values.schema.json").read_text())
+    jsonschema.Draft7Validator.check_schema(schema)
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     assert set(schema["properties"]) == {*values, "global"}
     for name in ("image", "webConfig", "podMonitor"):

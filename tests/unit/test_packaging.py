@@ -15,7 +15,9 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 PACKAGING = ROOT / "packaging"
-DROP_INS = sorted((PACKAGING / "systemd").glob("*.conf"))
+SYSTEMD = PACKAGING / "systemd"
+UNIT = "writeback-exporter.service"
+DROP_INS = sorted(SYSTEMD.glob("*.conf"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -65,8 +67,17 @@ def test_chart_is_of_this_version() -> None:
     assert chart["version"] == chart["appVersion"] == PROJECT["version"]
 
 
+def test_socket_drop_in_only_adds_its_option() -> None:
+    (start,) = re.findall(r"^ExecStart=(.+)$", (SYSTEMD / UNIT).read_text(), re.MULTILINE)
+    (with_socket,) = re.findall(
+        r"^ExecStart=(.+)$", (SYSTEMD / "socket.conf").read_text(), re.MULTILINE
+    )
+    assert with_socket.replace(" --web.systemd-socket", "", 1) == start
+    assert with_socket != start
+
+
 def test_units_name_options_that_exist() -> None:
-    for path in (PACKAGING / "systemd").iterdir():
+    for path in SYSTEMD.iterdir():
         named = set(re.findall(r"--[a-z]+\.[a-z._-]+[a-z]", path.read_text()))
         assert named <= flags(), path
 
