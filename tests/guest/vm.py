@@ -270,10 +270,11 @@ def _own(kernel: kernels.Kernel, out: Path) -> dict[Path, Path]:
 def _whole(root: Path) -> dict[Path, Path]:
     """The directories of a root."""
     names = sorted(path.name for path in root.iterdir() if path.is_dir() and not path.is_symlink())
-    return {Path("/", name): root / name for name in names if name not in _OWN}
+    without = {*_OWN, "tmp"}  # which systemd empties at boot
+    return {Path("/", name): root / name for name in names if name not in without}
 
 
-_OWN = ("dev", "proc", "run", "sys", "tmp")
+_OWN = ("dev", "proc", "run", "sys")
 """Directories of which a guest has its own."""
 
 
@@ -283,7 +284,7 @@ def _host(shares: Sequence[Path], objects: Path | None) -> dict[Path, Path]:
     resolved = [prefix.resolve() for prefix in prefixes]  # a virtualenv has links to these
     served: dict[Path, Path] = {}
     for path in sorted({Path("/usr"), Path("/etc"), CHECKOUT, *prefixes, *resolved, *shares}):
-        if path.parts[1:2] in {(), *((name,) for name in _OWN if name != "tmp")}:
+        if path.parts[1:2] in {(), *((name,) for name in _OWN)}:
             raise GuestError(f"cannot share {path} with a guest, which has its own")
         # A bind does not take the mounts below it along.
         covered = any(
