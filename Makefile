@@ -2,7 +2,7 @@
 #
 #   make run     start the exporter on this machine (root): http://127.0.0.1:10435/metrics
 #   make test    prove it: lint, unit, host, e2e and guest tests
-#   make test-matrix   the guest tests on all kernels; other kernels' BTF, compilers, Pythons; packages
+#   make test-matrix   the guest tests on all kernels; other kernels' BTF, compilers, Pythons; packages, systemd, Helm
 #
 #   make build   prepare all and leave the program at .venv/bin/writeback-exporter
 #   make bpf     compile the BPF objects     make lint     ruff, mypy, clang-format, shellcheck
@@ -35,6 +35,12 @@ VIRTIOFSD = $(shell apt-cache show virtiofsd >/dev/null 2>&1 && echo virtiofsd)
 TEST_PACKAGES = clang-format bpftool e2fsprogs xfsprogs btrfs-progs util-linux kmod busybox-static \
 	zstd lz4 dmsetup fio blktrace debootstrap chromium shellcheck $(QEMU_$(shell uname -m)) \
 	qemu-system-common $(VIRTIOFSD)
+
+# Go modules: what the chart is rendered with, and the Prometheus operator, which has its own schemas.
+HELM := helm.sh/helm/v4/cmd/helm@v4.3.1
+HELM3 := helm.sh/helm/v3/cmd/helm@v3.22.0
+OPERATOR := github.com/prometheus-operator/prometheus-operator@v0.85.0
+MANIFESTS := build/manifests/.made-$(notdir $(HELM))-$(notdir $(HELM3))-$(notdir $(OPERATOR))
 
 DEB_PACKAGES := debhelper dh-python dpkg-dev
 MATRIX_PACKAGES := buildah lintian
@@ -102,6 +108,23 @@ build/monitoring/.unpacked: Makefile | build/packages.build
 	for package in $(@D)/*.deb; do dpkg-deb -x $$package $(@D); done
 	@touch $@
 
+$(VENV)/.manifests: $(VENV)/.tested
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check -e '.[manifests]'
+	@touch $@
+
+# Compiled, in four minutes of CPU: Debian has no Helm, and Debian 12 no Go that compiles it, but the
+# virtual environment has one. What it leaves in its caches, 2 GB, is of no further use.
+$(MANIFESTS): | $(VENV)/.manifests
+	rm -rf $(@D)
+	mkdir -p $(@D)/helm $(@D)/helm3
+	export GOPATH=$(CURDIR)/$(@D)/go GOCACHE=$(CURDIR)/$(@D)/cache GOFLAGS=-modcacherw CGO_ENABLED=0; \
+	GOBIN=$(CURDIR)/$(@D)/helm $(VENV)/bin/go install $(HELM); \
+	GOBIN=$(CURDIR)/$(@D)/helm3 $(VENV)/bin/go install $(HELM3); \
+	$(VENV)/bin/go mod download $(OPERATOR); \
+	cp -r $$($(VENV)/bin/go env GOMODCACHE)/$(OPERATOR)/example/prometheus-operator-crd $(@D)/operator
+	rm -rf $(@D)/go $(@D)/cache
+	@touch $@
+
 $(VENV)/.built: pyproject.toml hatch_build.py | bpf
 	[ -x $(VENV)/bin/python ] || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check -e .
@@ -119,13 +142,13 @@ lint: build $(VENV)/.tested build/packages.test
 	$(VENV)/bin/mypy
 	for source in bpf/*.bpf.c tests/*/*.bpf.c; do $(CLANG) $(BPF_FLAGS) -Werror -fsyntax-only $$source; done
 	clang-format --style=file:bpf/.clang-format --dry-run -Werror bpf/*.[ch] tests/*/*.bpf.c
-	shellcheck .ci/run packaging/*.sh
+	shellcheck .ci/run packaging/*.sh packaging/debian/*.prerm packaging/debian/*.postrm
 
 unit host e2e guest: build $(VENV)/.tested build/packages.test build/monitoring/.unpacked
 	$(VENV)/bin/python -m pytest tests/$@
 
 test-matrix: build $(VENV)/.tested build/packages.test build/packages.matrix \
-		build/monitoring/.unpacked
+		build/monitoring/.unpacked $(VENV)/.manifests $(MANIFESTS)
 	GUEST_KERNELS="5.10 6.1 6.12 6.18 7.3" $(VENV)/bin/python -m pytest tests/guest tests/matrix
 
 bench: build $(VENV)/.tested build/packages.test

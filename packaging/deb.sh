@@ -19,7 +19,7 @@ cp -r packaging/debian packaging/writeback-exporter packaging/writeback-exporter
 mkdir "$source/docs" "$source/examples"
 cp docs/*.md "$source/docs"
 cp packaging/systemd/*.conf "$source/examples"
-cp packaging/systemd/writeback-exporter.service "$source/debian"
+cp packaging/systemd/writeback-exporter.service packaging/systemd/*.socket "$source/debian"
 
 # The date of all that is in the package, so that the same commit gives the same one.
 date=$(git log -1 --format=%cD 2>/dev/null || date -R)

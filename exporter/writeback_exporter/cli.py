@@ -46,9 +46,10 @@ _T = TypeVar("_T")
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; its exit status: 0, 1 where it failed, 2 where it was asked wrongly."""
     arguments = _parser().parse_args(argv)
+    listen = tuple(arguments.listen or [Address.parse(":10435")])
     set_up_logging(arguments.log_level, arguments.log_format)
     settings = Settings(
-        listen=tuple(arguments.listen or [Address.parse(":10435")]),
+        listen=None if arguments.systemd_socket else listen,
         telemetry_path=arguments.telemetry_path,
         collectors=frozenset(name for name in COLLECTORS if getattr(arguments, name)),
         procfs=arguments.procfs,
@@ -214,13 +215,20 @@ def _parser() -> argparse.ArgumentParser:
         "not, and what to do; snapshot: observe for a while and write the metrics once",
     )
     web = parser.add_argument_group("serve")
-    web.add_argument(
+    where = web.add_mutually_exclusive_group()
+    where.add_argument(
         "--web.listen-address",
         dest="listen",
         action="append",
         type=_checked(Address.parse),
         metavar="HOST:PORT",
         help="address to listen on, may be repeated (default :10435)",
+    )
+    where.add_argument(
+        "--web.systemd-socket",
+        dest="systemd_socket",
+        action="store_true",
+        help="listen on the sockets that systemd hands over, as writeback-exporter.socket has them",
     )
     web.add_argument(
         "--web.telemetry-path",

@@ -39,7 +39,8 @@ class PressureTrigger:
 class Settings:
     """Settings of all commands."""
 
-    listen: tuple[Address, ...]
+    listen: tuple[Address, ...] | None
+    """None: the sockets that systemd gives."""
     telemetry_path: str
     collectors: frozenset[str]
     procfs: str

@@ -37,6 +37,34 @@ mount -t devpts devpts dev/pts
 mount --bind /host/out out || stop "no /out"
 mount --bind /host/lib-modules usr/lib/modules || stop "no modules"
 
+# What runs to the end must not come from the share, whose server may be the first to stop.
+cp /bin/busybox run/busybox
+# poweroff -n: no sync, which a throttled or failing disk would hold up. /out is written through.
+cat >run/guest <<'END'
+export HOME=/root LANG=C.UTF-8 PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
+export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
+/run/busybox cut -d" " -f1 /proc/uptime >/out/uptime
+/bin/sh /out/command </dev/null >/out/output 2>&1
+code=$?
+/run/busybox dmesg >/out/dmesg
+echo $code >/out/exit
+/run/busybox poweroff -n -f
+END
+ifconfig lo 127.0.0.1 up
+hostname guest
+
+if grep -qw writeback_guest.init=systemd proc/cmdline; then
+	# It mounts the rest, and runs the command as one of its services.
+	mkdir -p etc/systemd/system/multi-user.target.wants
+	cat >etc/systemd/system/guest.service <<-END
+		[Service]
+		ExecStart=/run/busybox sh /run/guest
+	END
+	ln -s ../guest.service etc/systemd/system/multi-user.target.wants
+	ln -sf /lib/systemd/system/multi-user.target etc/systemd/system/default.target
+	exec switch_root /newroot /lib/systemd/systemd
+fi
+
 if grep -qw writeback_guest.cgroup=v1 proc/cmdline; then
 	# A tree for each controller. Debian has no v1 memory controller since 6.12: it is left to v2.
 	mount -t tmpfs cgroup sys/fs/cgroup
@@ -53,19 +81,5 @@ mount -t tracefs tracefs sys/kernel/tracing
 mount -t debugfs debugfs sys/kernel/debug
 mount -t securityfs securityfs sys/kernel/security
 mount -t configfs configfs sys/kernel/config 2>/dev/null # a module in some kernels
-ifconfig lo 127.0.0.1 up
-hostname guest
 
-# What runs to the end must not come from the share, whose server may be the first to stop.
-cp /bin/busybox run/busybox
-# poweroff -n: no sync, which a throttled or failing disk would hold up. /out is written through.
-# shellcheck disable=SC2016 # expanded by the inner shell
-exec switch_root /newroot /run/busybox sh -c '
-	export HOME=/root LANG=C.UTF-8 PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
-	export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
-	/run/busybox cut -d" " -f1 /proc/uptime >/out/uptime
-	/bin/sh /out/command </dev/null >/out/output 2>&1
-	code=$?
-	/run/busybox dmesg >/out/dmesg
-	echo $code >/out/exit
-	/run/busybox poweroff -n -f'
+exec switch_root /newroot /run/busybox sh /run/guest

@@ -159,6 +159,7 @@ def run(
     append: str = "",
     modules: Sequence[str] = (),
     stop: threading.Event | None = None,
+    root: Path | None = None,
 ) -> Result:
     """Run the shell command `command` in the checkout, as root, in a guest that runs `kernel`.
 
@@ -168,6 +169,9 @@ def run(
     to the kernel's command line, `modules` are loaded at boot besides MODULES. `stop`
     ends the guest, with a GuestError.
 
+    `root` is a root directory with systemd, which is the guest's in place of the host's userland,
+    checkout, `shares` and `objects`: systemd boots it, and runs the command, in /, as a service.
+
     Nothing is left but the files in `out`: not after an exception either, and if this process is
     killed then the guest dies with it, and the next run removes its directory in /tmp. For that,
     call it from a thread that outlives the call. Raises GuestError.
@@ -175,14 +179,16 @@ def run(
     machine = _machine()
     for name in ("command", "exit", "output", "dmesg", "uptime", "console.log"):
         (out / name).unlink(missing_ok=True)
-    (out / "command").write_text(f"cd {shlex.quote(str(CHECKOUT))} || exit\n{command}\n")
+    directory = CHECKOUT if root is None else Path("/")
+    (out / "command").write_text(f"cd {shlex.quote(str(directory))} || exit\n{command}\n")
+    if root is not None:
+        append += " writeback_guest.init=systemd systemd.show_status=no"
+    userland = _host(shares, objects) if root is None else _whole(root)
     with _SLOTS, _work_directory() as work:
         start = time.monotonic()
         initramfs.build(kernel, [*MODULES, *modules], work / "initrd")
         with (
-            _virtiofsd(
-                _served(shares, objects, kernel, out), work, out / "virtiofsd.log"
-            ) as virtiofsd,
+            _virtiofsd(userland | _own(kernel, out), work, out / "virtiofsd.log") as virtiofsd,
             _process(
                 [
                     *_machine_arguments(machine, memory, cpus),
@@ -256,15 +262,29 @@ def _disk_arguments(disks: Sequence[Disk], work: Path) -> Iterator[str]:
         yield from disk.arguments(index, file)
 
 
-def _served(
-    shares: Sequence[Path], objects: Path | None, kernel: kernels.Kernel, out: Path
-) -> dict[Path, Path]:
+def _own(kernel: kernels.Kernel, out: Path) -> dict[Path, Path]:
+    """What is in each guest beside its userland."""
+    return {Path("/lib-modules"): kernel.directory / "lib/modules", Path("/out"): out}
+
+
+def _whole(root: Path) -> dict[Path, Path]:
+    """The directories of a root."""
+    names = sorted(path.name for path in root.iterdir() if path.is_dir() and not path.is_symlink())
+    without = {*_OWN, "tmp"}  # which systemd empties at boot
+    return {Path("/", name): root / name for name in names if name not in without}
+
+
+_OWN = ("dev", "proc", "run", "sys")
+"""Directories of which a guest has its own."""
+
+
+def _host(shares: Sequence[Path], objects: Path | None) -> dict[Path, Path]:
     """The guest's directories, parents first, and the host's that are bound there."""
     prefixes = [Path(prefix) for prefix in (sys.prefix, sys.base_prefix)]
     resolved = [prefix.resolve() for prefix in prefixes]  # a virtualenv has links to these
     served: dict[Path, Path] = {}
     for path in sorted({Path("/usr"), Path("/etc"), CHECKOUT, *prefixes, *resolved, *shares}):
-        if path.parts[1:2] in {("dev",), ("proc",), ("run",), ("sys",), ()}:
+        if path.parts[1:2] in {(), *((name,) for name in _OWN)}:
             raise GuestError(f"cannot share {path} with a guest, which has its own")
         # A bind does not take the mounts below it along.
         covered = any(
@@ -275,7 +295,7 @@ def _served(
             served[path] = path
     if other := objects or os.environ.get("GUEST_OBJECTS"):
         served[OBJECTS] = Path(other)
-    return served | {Path("/lib-modules"): kernel.directory / "lib/modules", Path("/out"): out}
+    return served
 
 
 @contextmanager

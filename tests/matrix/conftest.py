@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This checkout as the other Debian release builds it."""
+"""This checkout as the other Debian release builds it, and its Debian package."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from tests import lab
+from tests.guest.vm import CHECKOUT
 
 from . import releases
 
@@ -28,3 +30,25 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> releases.Checkout:
 def other_objects(other: releases.Checkout) -> Path:
     """The BPF objects as that compiler made them."""
     return other.objects
+
+
+@pytest.fixture(scope="session")
+def package() -> Path:
+    lab.sh("make", "-sC", CHECKOUT, "deb")
+    (made,) = (CHECKOUT / "dist").glob("*.deb")
+    return made
+
+
+@pytest.fixture(scope="session", params=releases.OTHER)
+def clean(request: pytest.FixtureRequest, package: Path) -> releases.Release:
+    """A release with what the package depends on, and systemd."""
+    depends = lab.sh("dpkg-deb", "--field", package, "Depends")
+    names = sorted(set(re.findall(r"(?:^|, )([a-z0-9.+-]+)", depends)))
+    # The other one is what Debian 12's bcrypt asks for by names that it provides, which debootstrap
+    # does not know.
+    names += ["systemd", "python3-cffi-backend"]
+    try:
+        return releases.clean_release(request.param, "clean", names)
+    except releases.ReleaseUnavailable as error:
+        failure = str(error)
+    pytest.fail(failure, pytrace=False)

@@ -24,13 +24,6 @@ UNIT = CHECKOUT / "packaging/systemd/writeback-exporter.service"
 EXAMPLES = sorted((CHECKOUT / "packaging/systemd").glob("*.conf"))
 
 
-@pytest.fixture(scope="module")
-def package() -> Path:
-    lab.sh("make", "-sC", CHECKOUT, "deb")
-    (made,) = (CHECKOUT / "dist").glob("*.deb")
-    return made
-
-
 def test_lintian_finds_nothing(package: Path) -> None:
     found = lab.sh("lintian", "--allow-root", "--fail-on=error,warning", package)
     assert found == ""
@@ -78,22 +71,9 @@ class Root:
         return self.prefix(*confined.mounting(unit, "root"), confining=confining)
 
 
-@pytest.fixture(scope="module", params=releases.OTHER)
-def root(
-    request: pytest.FixtureRequest, package: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Root:
-    depends = lab.sh("dpkg-deb", "--field", package, "Depends")
-    names = sorted(set(re.findall(r"(?:^|, )([a-z0-9.+-]+)", depends)))
-    try:
-        # systemd for its analyze: no service runs there. The other one is what Debian 12's bcrypt
-        # asks for by names that it provides, which debootstrap does not know.
-        names += ["systemd", "python3-cffi-backend"]
-        release = releases.clean_release(request.param, "clean", names)
-    except releases.ReleaseUnavailable as error:
-        failure = str(error)
-    else:
-        return Root(release, package, tmp_path_factory.mktemp(request.param))
-    pytest.fail(failure, pytrace=False)
+@pytest.fixture(scope="module")
+def root(clean: releases.Release, package: Path, tmp_path_factory: pytest.TempPathFactory) -> Root:
+    return Root(clean, package, tmp_path_factory.mktemp(clean.name))
 
 
 def test_doctor_says_what_it_says_here(root: Root) -> None:

@@ -17,11 +17,15 @@ import pytest
 from tests.unit.test_workloads import LAYOUTS
 from writeback_exporter.metrics.catalogue import ALL, CGROUP_INFO
 from writeback_exporter.metrics.reference import reference
+from writeback_exporter.names.rules import EVERY_CGROUP
 from writeback_exporter.privileges import NEEDS
+from writeback_exporter.web.server import Limits
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "exporter/writeback_exporter"
 README = (ROOT / "README.md").read_text()
+CHINESE = (ROOT / "README.zh-CN.md").read_text()
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 
 
 def test_metrics_reference_is_up_to_date() -> None:
@@ -29,7 +33,8 @@ def test_metrics_reference_is_up_to_date() -> None:
 
 
 DOCUMENTS = [
-    *("README.md", "CHANGELOG.md", "bpf/README.md"),
+    *("README.md", "README.zh-CN.md", "CONTRIBUTING.md", "CHANGELOG.md", "bpf/README.md"),
+    *("docs/operating.md", "docs/architecture.md"),
     *("docs/identity.md", "docs/cardinality.md", "docs/installation.md", "docs/troubleshooting.md"),
     "docs/security.md",
     *("docs/runbooks/README.md", "alerts/README.md", "dashboards/README.md"),
@@ -90,19 +95,54 @@ def test_readme_is_one_screen() -> None:
 def test_documents_name_only_flags_that_exist() -> None:
     program = Path(sys.executable).with_name("writeback-exporter")
     text = subprocess.run([program, "--help"], capture_output=True, text=True, check=True).stdout
-    for name in ("README.md", "docs/cardinality.md", "docs/security.md"):
+    documents = ("cardinality", "security", "operating", "architecture")
+    for name in ("README.md", "README.zh-CN.md", *(f"docs/{name}.md" for name in documents)):
         for flag in re.findall(r"--[a-z][a-z._-]+[a-z]", (ROOT / name).read_text()):
             assert flag in text, flag
 
 
-def test_readme_names_targets_that_exist() -> None:
+@pytest.mark.parametrize(
+    ("text", "least"), [(README, {"run", "test"}), (CONTRIBUTING, {"test", "lint"})]
+)
+def test_documents_name_targets_that_exist(text: str, least: set[str]) -> None:
     makefile = (ROOT / "Makefile").read_text()
-    targets = re.findall(r"`?make ([a-z0-9-]+)`?", README)
-    assert {"run", "test"} <= set(targets)
+    # Not "make these", in a sentence.
+    targets = re.findall(r"(?:`|^    )make ([a-z0-9-]+)", text, re.MULTILINE)
+    assert least <= set(targets)
     for target in targets:
         assert re.search(rf"^([a-z0-9 -]* )?{target}( [a-z0-9 -]*)?:", makefile, re.MULTILINE), (
             target
         )
+
+
+def _said(text: str) -> dict[str, list[str]]:
+    """What is the same in each language."""
+    commands = re.findall(r"^    (?!#)(.+?)(?: +#.*)?$", text, re.MULTILINE)
+    outside = re.sub(r"^    .*$", "", text, flags=re.MULTILINE).replace("\n", " ")
+    return {
+        "headings": re.findall(r"^(#+) ", text, re.MULTILINE),
+        "commands": commands,
+        "links": sorted(set(re.findall(r"\]\(([^)]+)\)", text)) - {"README.md", "README.zh-CN.md"}),
+        "code": sorted(re.findall(r"`([^`]+)`", outside)),
+    }
+
+
+def test_the_chinese_readme_says_the_same() -> None:
+    """Of commands, links, code and queries; and each leads to the other."""
+    assert _said(CHINESE) == _said(README)
+    assert "](README.md)" in CHINESE
+    assert "](README.zh-CN.md)" in README
+
+
+def test_operating_has_the_server_s_limits() -> None:
+    text = (ROOT / "docs/operating.md").read_text()
+    limits = Limits()
+    assert f"| connections | {limits.connections} |" in text
+    assert f"| scrapes at once | {limits.scrapes} |" in text
+    assert f"or {limits.collect} s |" in text
+    request = f"headers {limits.header_bytes >> 10} KiB, {limits.first_request} s for the first"
+    assert f"{request}, {limits.next_request} s idle" in text
+    assert f"{EVERY_CGROUP.limit:,} a hierarchy" in text
 
 
 def test_ci_runs_the_readme_test_command() -> None:

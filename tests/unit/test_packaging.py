@@ -24,7 +24,9 @@ from writeback_exporter.privileges import (
 
 ROOT = Path(__file__).parents[2]
 PACKAGING = ROOT / "packaging"
-DROP_INS = sorted((PACKAGING / "systemd").glob("*.conf"))
+SYSTEMD = PACKAGING / "systemd"
+UNIT = "writeback-exporter.service"
+DROP_INS = sorted(SYSTEMD.glob("*.conf"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -60,12 +62,33 @@ def test_installation_names_every_drop_in() -> None:
 def test_drop_ins_bound_what_they_grant(path: Path) -> None:
     """A capability that is not in the bounding set is not held either."""
     settings = dict(re.findall(r"^(\w+)=(.*)$", path.read_text(), re.MULTILINE))
-    assert settings["AmbientCapabilities"] == settings["CapabilityBoundingSet"]
-    granted = settings["AmbientCapabilities"].replace("CAP_", "").split()
+    ambient = settings.get("AmbientCapabilities", "")
+    assert ambient == settings.get("CapabilityBoundingSet", "")
+    granted = ambient.replace("CAP_", "").split()
     (row,) = re.findall(
         rf"`{path.name}` \| (.*) \|$", (ROOT / "docs/installation.md").read_text(), re.MULTILINE
     )
     assert re.findall(r"[A-Z]+_[A-Z_]+", row) == granted
+
+
+def test_chart_is_of_this_version() -> None:
+    chart = yaml.safe_load((PACKAGING / "helm/writeback-exporter/Chart.yaml").read_text())
+    assert chart["version"] == chart["appVersion"] == PROJECT["version"]
+
+
+def test_socket_drop_in_only_adds_its_option() -> None:
+    (start,) = re.findall(r"^ExecStart=(.+)$", (SYSTEMD / UNIT).read_text(), re.MULTILINE)
+    (with_socket,) = re.findall(
+        r"^ExecStart=(.+)$", (SYSTEMD / "socket.conf").read_text(), re.MULTILINE
+    )
+    assert with_socket.replace(" --web.systemd-socket", "", 1) == start
+    assert with_socket != start
+
+
+def test_units_name_options_that_exist() -> None:
+    for path in SYSTEMD.iterdir():
+        named = set(re.findall(r"--[a-z]+\.[a-z._-]+[a-z]", path.read_text()))
+        assert named <= flags(), path
 
 
 def test_daemonset_names_options_and_ports_that_exist() -> None:
@@ -87,16 +110,17 @@ def test_daemonset_names_options_and_ports_that_exist() -> None:
     assert endpoint["port"] in {port["name"] for port in container["ports"]}
 
 
-UNIT = PACKAGING / "systemd/writeback-exporter.service"
+SERVICE = PACKAGING / "systemd/writeback-exporter.service"
 GRANTS = {
-    UNIT: (PROGRAMS,),
-    UNIT.with_name("files-of-others.conf"): (RINGS, DEBUGFS, CONTAINERS),
-    UNIT.with_name("pressure-triggers.conf"): (CGROUP_TRIGGERS,),
-    UNIT.with_name("sync-tracepoints.conf"): (TRACEFS,),
+    SERVICE: (PROGRAMS,),
+    SERVICE.with_name("files-of-others.conf"): (RINGS, DEBUGFS, CONTAINERS),
+    SERVICE.with_name("pressure-triggers.conf"): (CGROUP_TRIGGERS,),
+    SERVICE.with_name("sync-tracepoints.conf"): (TRACEFS,),
+    SERVICE.with_name("socket.conf"): (),
 }
 
 
-@pytest.mark.parametrize("path", [UNIT, *DROP_INS], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [SERVICE, *DROP_INS], ids=lambda path: path.stem)
 def test_units_grant_what_is_needed(path: Path) -> None:
     granted = re.findall(r"^AmbientCapabilities=(.*)$", path.read_text(), re.MULTILINE)
     needed = {str(capability) for need in GRANTS[path] for capability in need.capabilities}

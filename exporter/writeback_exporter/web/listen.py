@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the server listens: addresses as the command line has them, and sockets."""
+"""Where the server listens: addresses of the command line, sockets that are opened or inherited."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import errno
 import os
 import re
 import socket
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from ipaddress import ip_address
 
 
 class ListenError(Exception):
-    """An address that cannot be listened on: one line with the kernel's answer and the remedy."""
+    """What cannot be listened on: one line with the kernel's answer and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +56,16 @@ _REMEDIES = {
 }
 
 
-def open_listener(address: Address) -> socket.socket:
-    """A listening socket. Of a name's several addresses the first IPv4 one, as Go's net.Listen."""
+def open_listeners(addresses: Sequence[Address]) -> list[socket.socket]:
+    """A listening socket each. Raises ListenError, with none of them left open."""
+    with ExitStack() as unless_all:
+        listeners = [unless_all.enter_context(_open(address)) for address in addresses]
+        unless_all.pop_all()
+    return listeners
+
+
+def _open(address: Address) -> socket.socket:
+    """Of a name's several addresses the first IPv4 one, as Go's net.Listen."""
     try:
         if not address.host and socket.has_dualstack_ipv6():
             anywhere = ("", address.port)
@@ -73,3 +83,35 @@ def open_listener(address: Address) -> socket.socket:
         answer = os.strerror(error.errno or 0)
         remedy = _REMEDIES.get(error.errno or 0, "choose another address")
     raise ListenError(f"cannot listen on {address}: {answer}; {remedy}")
+
+
+_FIRST_INHERITED = 3  # SD_LISTEN_FDS_START
+_SOCKET_UNIT = "have a socket unit start the service, with ListenStream= and without Accept="
+
+
+def inherited_listeners() -> list[socket.socket]:
+    """The listening TCP sockets that systemd opened for this process (sd_listen_fds(3)). Raises
+    ListenError, with none of them left open. A second call finds none."""
+    names = ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES")
+    process, count, _ = (os.environ.pop(name, "") for name in names)
+    # Whom a service starts has its environment, but not its sockets.
+    if process != str(os.getpid()) or not re.fullmatch("[1-9][0-9]{0,4}", count, re.ASCII):
+        raise ListenError(f"systemd gave no socket to listen on; {_SOCKET_UNIT}")
+    with ExitStack() as unless_all:
+        listeners = []
+        for descriptor in range(_FIRST_INHERITED, _FIRST_INHERITED + int(count)):
+            try:
+                listener = unless_all.enter_context(socket.socket(fileno=descriptor))
+                listening = listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            except OSError as error:
+                raise ListenError(
+                    f"systemd's descriptor {descriptor}: {error.strerror}; {_SOCKET_UNIT}"
+                ) from None
+            if not listening or listener.family not in (socket.AF_INET, socket.AF_INET6):
+                raise ListenError(
+                    f"systemd's descriptor {descriptor} listens on no TCP port; {_SOCKET_UNIT}"
+                )
+            listener.set_inheritable(False)
+            listeners.append(listener)
+        unless_all.pop_all()
+    return listeners

@@ -40,7 +40,7 @@ from tornado.iostream import IOStream, SSLIOStream, StreamClosedError
 
 from writeback_exporter.metrics.exposition import Snapshot, gzip_chunks, negotiate, render
 from writeback_exporter.web.gate import Busy, Passwords, RateLimiter
-from writeback_exporter.web.listen import Address, ListenError, open_listener
+from writeback_exporter.web.listen import Address, inherited_listeners, open_listeners
 from writeback_exporter.web.policy import WebConfig
 
 if TYPE_CHECKING:
@@ -100,7 +100,8 @@ _SECURITY = {
 
 
 class Server:
-    """Serves metrics at `telemetry_path`, the status page and the health checks beside them.
+    """Serves metrics at `telemetry_path`, the status page and the health checks beside them, at the
+    addresses `listen` or, where that is None, at the sockets that systemd gives.
 
     `collect` and `status`, which makes the page's HTML, may block; they are called in one thread,
     so never twice at a time, and the snapshot that is returned must not change any more. `ready` is
@@ -109,7 +110,7 @@ class Server:
 
     def __init__(
         self,
-        listen: Sequence[Address],
+        listen: Sequence[Address] | None,
         telemetry_path: str,
         collect: Callable[[], Snapshot],
         status: Callable[[], bytes],
@@ -146,19 +147,15 @@ class Server:
 
     @property
     def addresses(self) -> list[Address]:
-        """What bind() bound; of interest where port 0 was asked for."""
+        """What bind() bound; of interest where port 0 was asked for, and of systemd's sockets."""
         return [Address(*listener.getsockname()[:2]) for listener in self._listeners]
 
     def bind(self) -> None:
         """Opens the listening sockets. Raises ListenError, with none of them left open."""
-        try:
-            for address in self._listen:
-                listener = open_listener(address)
-                listener.setblocking(False)  # as the event loop requires
-                self._listeners.append(listener)
-        except ListenError:
-            self._close_listeners()
-            raise
+        given = self._listen
+        self._listeners = inherited_listeners() if given is None else open_listeners(given)
+        for listener in self._listeners:
+            listener.setblocking(False)  # as the event loop requires
 
     def run(self) -> None:
         """Serves, once, until stop() or, in the main thread, SIGTERM or SIGINT; closes everything.
