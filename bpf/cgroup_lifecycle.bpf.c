@@ -33,8 +33,8 @@ struct {
 } cgroup_events SEC(".maps");
 
 /*
- * What user space knows of cgroups that cannot be learnt again: kept here for an exporter that comes
- * after a killed one, and by nobody else.
+ * What user space knows of cgroups that cannot be learnt again: kept here for an exporter that
+ * comes after a killed one, and by nobody else.
  */
 struct cgroup_identity {
 	__u64 id;
@@ -49,20 +49,26 @@ struct exited_cgroup {
 
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
-	__uint(max_entries, 16384);
+	__uint(max_entries, 32768);
 	__uint(map_flags, BPF_F_NO_PREALLOC); /* a path takes a kilobyte */
 	__type(key, struct cgroup_identity);
 	__type(value, struct exited_cgroup);
 } exited_cgroups SEC(".maps");
 
-/* Which are exported as other though no rule says so; `why` is user space's. */
+/* Which have a label, and which are exported as other though no rule says so. */
+enum cgroup_label {
+	LABEL_OWN,
+	LABEL_LIMIT,
+	LABEL_NO_NAME,
+};
+
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
 	__uint(max_entries, 65536);
 	__uint(map_flags, BPF_F_NO_PREALLOC);
 	__type(key, struct cgroup_identity);
-	__type(value, __u32);
-} other_cgroups SEC(".maps");
+	__type(value, enum cgroup_label);
+} cgroup_labels SEC(".maps");
 
 enum drop {
 	DROP_CGROUP_EVENTS, /* user space walks the tree again */

@@ -32,27 +32,31 @@ static __always_inline void get_arguments(struct bpf_raw_tracepoint_args *ctx, v
 
 /*
  * The program MAP_inherit of a hash map. Its arguments are the words of two keys: of the row that
- * goes and of its heir, which takes its place if it has no row yet. 0 where that finds no room, and
- * then nothing has changed. ADD(heir, row) adds what counts.
+ * goes and of its heir, which gets it as it is if it has no row yet. 0 where that finds no room,
+ * and then nothing has changed. ADD(heir, row) adds what counts.
  */
-#define INHERIT(map, type_of_key, type_of_row, ADD)                             \
-	SEC("raw_tp")                                                           \
-	int map##_inherit(struct bpf_raw_tracepoint_args *ctx)                  \
-	{                                                                       \
-		type_of_key keys[2];                                            \
-		type_of_row *row, *heir;                                        \
-                                                                                \
-		get_arguments(ctx, keys, sizeof(keys));                         \
-		row = bpf_map_lookup_elem(&map, &keys[0]);                      \
-		if (!row)                                                       \
-			return 1;                                               \
-		heir = bpf_map_lookup_elem(&map, &keys[1]);                     \
-		if (heir)                                                       \
-			ADD(heir, row);                                         \
-		else if (bpf_map_update_elem(&map, &keys[1], row, BPF_NOEXIST)) \
-			return 0;                                               \
-		bpf_map_delete_elem(&map, &keys[0]);                            \
-		return 1;                                                       \
+#define INHERIT(map, type_of_key, type_of_row, ADD)                                   \
+	SEC("raw_tp")                                                                 \
+	int map##_inherit(struct bpf_raw_tracepoint_args *ctx)                        \
+	{                                                                             \
+		type_of_key keys[2];                                                  \
+		type_of_row *row, *heir;                                              \
+                                                                                      \
+		get_arguments(ctx, keys, sizeof(keys));                               \
+		row = bpf_map_lookup_elem(&map, &keys[0]);                            \
+		if (!row)                                                             \
+			return 1;                                                     \
+		heir = bpf_map_lookup_elem(&map, &keys[1]);                           \
+		if (!heir && bpf_map_update_elem(&map, &keys[1], row, BPF_NOEXIST)) { \
+			/* No room; or it has one by now. */                          \
+			heir = bpf_map_lookup_elem(&map, &keys[1]);                   \
+			if (!heir)                                                    \
+				return 0;                                             \
+		}                                                                     \
+		if (heir)                                                             \
+			ADD(heir, row);                                               \
+		bpf_map_delete_elem(&map, &keys[0]);                                  \
+		return 1;                                                             \
 	}
 
 /* A row that is nothing but counters. */

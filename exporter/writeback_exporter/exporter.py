@@ -30,8 +30,10 @@ from writeback_exporter.files.pressure import Pressure
 from writeback_exporter.files.pressure_triggers import PressureTriggers
 from writeback_exporter.files.workload import Workloads
 from writeback_exporter.kernel import libbpf
+from writeback_exporter.kernel.libbpf import BpfError
 from writeback_exporter.kernel.loader import Kernel
-from writeback_exporter.kernel.pins import Pins
+from writeback_exporter.kernel.loader import refusal as refusal_of
+from writeback_exporter.kernel.pins import Pins, TakeoverError
 from writeback_exporter.metrics import catalogue
 from writeback_exporter.metrics.exposition import Family, Snapshot, family
 from writeback_exporter.metrics.history import History, Recent, Sample
@@ -136,7 +138,12 @@ class Exporter:
 
     def _load(self) -> None:
         try:
-            kernel = Kernel(self._settings.procfs, self._settings.sync_tracepoints, self._pins)
+            kernel = Kernel(
+                self._settings.procfs,
+                self._settings.sync_tracepoints,
+                self._pins,
+                (hierarchy.id for hierarchy in self.hierarchies.by_use),
+            )
         except Refused as refusal:
             self._found += [Feature.refused(probe.name, refusal) for probe in self._probes]
             log.error("no BPF: %s", refusal)
@@ -154,7 +161,12 @@ class Exporter:
 
     def _start(self, collector: Collector, begin: Callable[[], list[Feature]]) -> None:
         try:
-            more = begin()
+            try:
+                more = begin()
+            except TakeoverError as error:
+                raise error.refusal from error
+            except BpfError as error:
+                raise refusal_of(error) from error
         except Refused as refusal:
             level = logging.ERROR if collector.main else logging.WARNING
             log.log(level, "%s is not available: %s", collector.name, refusal)

@@ -13,6 +13,7 @@ import pytest
 from tests.unit.memory import added, extent
 from writeback_exporter.kernel.libbpf import Map, Object, Program
 from writeback_exporter.kernel.loader import OBJECTS, load, open_file
+from writeback_exporter.names.cgroups import OTHER_ID
 from writeback_exporter.probes.base import Probe
 from writeback_exporter.probes.page_flow import PageFlow
 
@@ -37,7 +38,7 @@ def programs() -> list[tuple[str, str]]:
     return found
 
 
-HASH_MAPS = [(name, bpf_map) for name, bpf_map in programs() if bpf_map != "disks"]
+MAPS = programs()
 
 
 @contextmanager
@@ -71,12 +72,12 @@ def parts(name: str, bpf_map: str, size: int) -> list[slice]:
 
 def test_every_map_of_rows_that_can_go_has_a_program() -> None:
     assert {bpf_map for _, bpf_map in programs()} == {
-        *("block_io", "block_io_errors", "block_io_limit", "disks", "bdis", "dirty_throttle"),
+        *("block_io", "block_io_errors", "block_io_limit", "bdis", "dirty_throttle"),
         *("memory_stall", "page_dirtied", "page_wait", "page_written", "sync"),
     }
 
 
-@pytest.mark.parametrize(("name", "bpf_map"), HASH_MAPS)
+@pytest.mark.parametrize(("name", "bpf_map"), MAPS)
 def test_the_heir_has_both(name: str, bpf_map: str) -> None:
     with loaded(name, bpf_map) as (rows, inherit):
         old, heir, other = (random.randbytes(rows.key_size) for _ in range(3))
@@ -95,7 +96,7 @@ def test_the_heir_has_both(name: str, bpf_map: str) -> None:
         assert rows.lookup(heir) == expected
 
 
-@pytest.mark.parametrize(("name", "bpf_map"), HASH_MAPS)
+@pytest.mark.parametrize(("name", "bpf_map"), MAPS)
 def test_an_heir_without_a_row_gets_it_as_it_is(name: str, bpf_map: str) -> None:
     with loaded(name, bpf_map) as (rows, inherit):
         old, heir = (random.randbytes(rows.key_size) for _ in range(2))
@@ -115,27 +116,25 @@ def test_no_room_changes_nothing() -> None:
         assert rows.dump() == before
 
 
-def test_an_heir_in_a_full_map_takes_the_place() -> None:
+def test_what_finds_no_room_for_its_heir_is_others() -> None:
     probe: Probe = PageFlow()
     with Object(probe.file) as opened:
         for program in opened.programs.values():
-            program.autoload = program.section == "raw_tp"
+            program.autoload = program.name in probe.file.own_programs
         opened.maps["page_dirtied"].max_entries = 2
         opened.load()
         probe.bpf = opened
-        one, two, three = (number.to_bytes(8, "little") for number in (1, 2, 3))
+        one, other = (number.to_bytes(8, "little") for number in (1, OTHER_ID))
         rows = probe.map("page_dirtied")
-        rows.update(one, one)
-        rows.update(two, two)
-        probe._bequeath("page_dirtied", one, three)
-        assert {key: rows.lookup(key) for key in (one, two, three)} == {
-            one: None,
-            two: two,
-            three: one,
-        }
+        rows.update(one, struct.pack("=Q", 5))
+        rows.update(other, struct.pack("=Q", 70))
+        probe._bequeath("page_dirtied", one, struct.pack("=Q", 3))
+        assert rows.dump() == (other, struct.pack("=Q", 75))
 
 
-def test_disks() -> None:
+@pytest.mark.parametrize("heir", [1023, 1024], ids=["heir", "none"])
+def test_disk(heir: int) -> None:
+    """Its place is free and its name unknown, all in one step."""
     file = open_file("block_io")
     layout = file.map("disks").value
     assert layout is not None
@@ -143,17 +142,21 @@ def test_disks() -> None:
     other = extent(layout, "other[0].device_ns", "other[4].size_slots")
     opened = load(file, [], {})
     with opened:
-        disks, inherit = opened.maps["disks"], opened.programs["disks_inherit"]
-        old, heir = counters(layout.size), counters(layout.size)
-        disks.update(struct.pack("=I", 3), old)
-        disks.update(struct.pack("=I", 1023), heir)
+        disks, drop = opened.maps["disks"], opened.programs["drop_disk"]
+        places = {index: struct.pack("=I", index) for index in (3, 1023)}
+        rows = {index: counters(layout.size) for index in places}
+        for index, place in places.items():
+            identity = rows[index][:16]  # gendisk, dev
+            disks.update(place, rows[index])
+            opened.maps["disk_index"].update(identity, place)
+            opened.maps["disk_owner"].update(place, identity)
         for _ in range(2):  # the second time there is nothing left to inherit
-            assert inherit.run(3, 1023) == 1
-            assert disks.lookup(struct.pack("=I", 1023)) == added(
-                added(heir, old, depth), old, other
-            )
-            rest = bytearray(old)
-            for part in (depth, other):
-                rest[part] = bytes(len(rest[part]))
-            assert disks.lookup(struct.pack("=I", 3)) == bytes(rest)
-        assert inherit.run(3, 1024) == 0, "no such place"
+            assert drop.run(3, heir) == 1
+            expected = rows[1023]
+            if heir == 1023:
+                expected = added(added(expected, rows[3], depth), rows[3], other)
+            assert disks.lookup(places[1023]) == expected
+            assert disks.lookup(places[3]) == bytes(layout.size)
+            assert opened.maps["disk_index"].dump() == (rows[1023][:16], places[1023])
+            assert opened.maps["disk_owner"].dump() == (places[1023], rows[1023][:16])
+        assert drop.run(1024, 3) == 0, "no such place"

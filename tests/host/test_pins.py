@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -159,22 +161,96 @@ def test_what_happened_in_the_absence_is_there_with_its_names(
     assert scrape.sum("exporter_collapsed_cgroups", reason="no name") == 0
 
 
+QUICK = (
+    "import writeback_exporter.names.cgroups as c; c.RETENTION_SECONDS = c.DYING_SECONDS = 0.0; "
+)
+"""Forgets a cgroup once it was scraped twice."""
+
+
+def forgetful(pins: Path) -> lab.Exporter:
+    python = (str(PROGRAM.with_name("python")), "-c", QUICK + RUN)
+    return lab.Exporter(f"--bpf.pin={pins}", prefix=python)
+
+
+def written(scrape: Scrape, device: str) -> dict[str, float]:
+    return {
+        dict(series)["cgroup"]: count
+        for series, count in scrape.select(
+            "block_io_size_bytes_count", device=device, op="write"
+        ).items()
+    }
+
+
+def rows_of(disk: Disk, directory: Path) -> int:
+    """Cgroups with writes to the disk in a pinned map, by bpftool."""
+
+    def entries(name: str) -> list[dict[str, Any]]:
+        dump = json.loads(lab.sh("bpftool", "-j", "map", "dump", "pinned", directory / name))
+        return [entry.get("formatted", entry) for entry in dump]
+
+    major, minor = map(int, disk.dev.split(":"))
+    (index,) = (
+        entry["value"]
+        for entry in entries("map-disk_index")
+        if entry["key"]["dev"] == major << 32 | minor
+    )
+    return sum(
+        (entry["key"]["disk"], entry["key"]["op"]) in ((index, 1), (index, "IO_WRITE"))
+        for entry in entries("map-block_io")
+    )
+
+
 def test_service_restarted_again_and_again_with_the_exporter(pins: Path, plugged: Disk) -> None:
     """Each of its cgroups is forgotten after a while; what they counted is not."""
     root, name = lab.hierarchies().io, f"wbx-service-{os.getpid()}"
-    quick = "import writeback_exporter.names.cgroups as c; c.RETENTION_SECONDS = 0.0; "
-    python = (str(PROGRAM.with_name("python")), "-c", quick + RUN)
-    for life in range(1, 4):
-        with lab.Exporter(f"--bpf.pin={pins}", prefix=python) as exporter:
+    rows = []
+    for life in range(1, 5):
+        with forgetful(pins) as exporter:
             with lab.cgroup(root, name) as group:
-                for _ in range(3):  # forgets the life before
-                    exporter.scrape()
                 lab.run_in([group], DIRECT_WRITER, plugged.path, 4096, 10, 0)
-                labels = {"cgroup": group.label, "device": plugged.name}
-                scrape = exporter.scrape()
-                assert scrape.sum("block_io_size_bytes_count", **labels) == 10 * life
-                assert scrape.sum("exporter_map_entries", map="block_io/block_io") >= 1
+                for _ in range(4):  # forgets the life before
+                    scrape = exporter.scrape()
+                    assert written(scrape, plugged.name) == {group.label: 10 * life}
+                rows.append(rows_of(plugged, directory_of(pins, "block_io")))
             exporter.kill()
+    assert rows[0] == 1
+    assert rows[-1] <= 2, "the rows of lives before have gone"
+
+
+def test_kills_while_cgroups_are_forgotten(
+    pins: Path, plugged: Disk, witness: Witness, tmp_path: Path
+) -> None:
+    """Rows go from the dead to the living at each scrape; a kill comes at any time."""
+    root, name = lab.hierarchies().io, f"wbx-churn-{os.getpid()}"
+    with forgetful(pins) as first:
+        first.kill()
+    seen, _ = witness.completed(plugged)
+    before, lives = 0.0, 0
+    for _ in range(15):
+        with forgetful(pins) as exporter:
+            killer = threading.Timer(random.uniform(0.2, 1.0), exporter.process.kill)
+            killer.start()
+            try:
+                while True:
+                    with lab.cgroup(root, name) as group:
+                        lab.run_in([group], DIRECT_WRITER, plugged.path, 4096, 10, 0)
+                        lives += 1
+                        counts = written(exporter.scrape(), plugged.name)
+                        assert set(counts) == {group.label}
+                        assert counts[group.label] >= before
+                        before = counts[group.label]
+            except OSError:  # it is gone
+                pass
+            finally:
+                killer.join()
+                exporter.kill()
+    with forgetful(pins) as last, lab.cgroup(root, name) as group:
+        lab.run_in([group], DIRECT_WRITER, plugged.path, 4096, 10, 0)
+        lives += 1
+        counts = written(last.scrape(), plugged.name)
+    completed, _ = witness.completed(plugged)
+    assert counts == {group.label: completed - seen}
+    assert completed - seen <= lives * 10
 
 
 def test_stopped_in_order_and_started_again(pins: Path, plugged: Disk) -> None:
@@ -238,10 +314,15 @@ def test_no_bpffs(tmp_path: Path) -> None:
 def test_directory_of_somebody_else(pins: Path) -> None:
     pins.mkdir(mode=0o700)
     os.chown(pins, 12345, 12345)
-    assert f"{pins} belongs to user 12345 and has mode 700; have it belong to" in refused(pins)
+    assert (
+        f"{pins} belongs to user 12345 and has mode 700; have it and all in it belong to"
+        in refused(pins)
+    )
     os.chown(pins, 0, 0)
     pins.chmod(0o777)
-    assert f"{pins} belongs to user 0 and has mode 777; have it belong to" in refused(pins)
+    assert f"{pins} belongs to user 0 and has mode 777; have it and all in it belong to" in refused(
+        pins
+    )
 
 
 def test_read_only(bpffs: Path, pins: Path, plugged: Disk) -> None:
@@ -315,7 +396,10 @@ def test_foreign_files_are_left_alone(pins: Path, plugged: Disk) -> None:
         assert (pins / name).exists()
 
 
-@pytest.mark.parametrize("fault", ["map is absent", "other map", "no link", "other link"])
+FAULTS = ["map is absent", "other map", "no link", "other link", "program of our own is absent"]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 def test_pins_that_are_not_whole(pins: Path, plugged: Disk, fault: str) -> None:
     """A map or link of others' under our names, or none: that object begins anew, and says so."""
     with pinning(pins) as first:
@@ -328,6 +412,8 @@ def test_pins_that_are_not_whole(pins: Path, plugged: Disk, fault: str) -> None:
     elif fault == "other map":
         (directory / "map-drops").unlink()
         os.link(directory / "map-disk_index", directory / "map-drops")
+    elif fault == "program of our own is absent":
+        (directory / "program-drop_disk").unlink()
     elif fault == "no link":
         link.unlink()
     else:
@@ -342,6 +428,37 @@ def test_pins_that_are_not_whole(pins: Path, plugged: Disk, fault: str) -> None:
     assert f"removed the pins in {directory}: block_io begins anew" in log
     with pinning(pins) as third:
         assert totals(third.scrape(), plugged.name)[2] == 7
+
+
+def test_pins_that_cannot_be_had_now_stay(pins: Path, plugged: Disk) -> None:
+    """They are somebody else's, which is told; once that is mended the counts go on."""
+    with pinning(pins) as first:
+        lab.run_in([], DIRECT_WRITER, plugged.path, 4096, 5, 0)
+        first.stop()
+    directory = directory_of(pins, "block_io")
+    os.chown(directory, 12345, 12345)
+    with pinning(pins) as second:
+        scrape = second.scrape()
+        log = "".join(second.log)
+        second.stop()
+    features = scrape.select("exporter_feature_available", feature="block_io")
+    assert {dict(series)["reason"]: on for series, on in features.items()} == {"not ours": 0}
+    assert f"{directory} belongs to user 12345" in log
+    os.chown(directory, 0, 0)
+    with pinning(pins) as third:
+        assert totals(third.scrape(), plugged.name)[2] == 5
+
+
+def test_pins_removed_under_an_exporter(pins: Path, plugged: Disk) -> None:
+    """It counts on while it runs, whether it has loaded the programs or taken them over."""
+    for taken_over in (False, True):
+        with pinning(pins) as running:
+            if taken_over:
+                shutil.rmtree(pins)
+            before = totals(running.scrape(), plugged.name)[2]
+            lab.run_in([], DIRECT_WRITER, plugged.path, 4096, 5, 0)
+            assert totals(running.scrape(), plugged.name)[2] == before + 5
+            running.stop()
 
 
 def test_left_by_a_crash_while_pinning(pins: Path, plugged: Disk) -> None:
@@ -374,39 +491,33 @@ def test_another_configuration_begins_anew(pins: Path, plugged: Disk) -> None:
         assert totals(third.scrape(), plugged.name) == (0, 0, 0, 0)
 
 
-@contextmanager
-def other_version(tmp_path: Path, version: str, *define: str) -> Iterator[tuple[str, ...]]:
-    """A command that runs the exporter as that version, with its BPF objects compiled anew."""
+def other_version(tmp_path: Path, version: str, *define: str) -> tuple[str, ...]:
+    """A command that runs the exporter as that version: built elsewhere, from sources in which all
+    lines have moved."""
     top = Path(__file__).parents[2]
     package = tmp_path / "site" / "writeback_exporter"
     shutil.copytree(top / "exporter/writeback_exporter", package)
+    shutil.copytree(top / "bpf", tmp_path / "sources")
     init = package / "__init__.py"
-    lines = init.read_text().splitlines()
-    init.write_text("\n".join([*lines[:-1], f'__version__ = "{version}"', ""]))
-    flags = (
-        *("-target", "bpf", "-mcpu=v3", "-O2", "-g"),
-        f'-DEXPORTER_VERSION="{version}"',
-        *define,
-    )
+    *lines, _ = init.read_text().splitlines()
+    init.write_text("\n".join([*lines, f'__version__ = "{version}"', ""]))
+    flags = ("-target", "bpf", "-mcpu=v3", "-O2", "-g", f'-DEXPORTER_VERSION="{version}"', *define)
     includes = ("-idirafter", f"/usr/include/{os.uname().machine}-linux-gnu")
-    for source in (top / "bpf").glob("*.bpf.c"):
+    for header in (tmp_path / "sources").glob("*.[ch]"):
+        header.write_text("/* A comment. */\n\n" + header.read_text())
+    for source in (tmp_path / "sources").glob("*.bpf.c"):
         made = package / "objects" / f"{source.stem}.o"
-        # From the same place, for the object names its source.
-        relative = source.relative_to(top)
-        command = ["clang", *flags, *includes, "-c", str(relative), "-o", str(made)]
-        subprocess.run(command, check=True, cwd=top)
+        lab.sh("clang", *flags, *includes, "-c", source, "-o", made)
         lab.sh("llvm-strip", "-g", made)
-    yield ("env", f"PYTHONPATH={tmp_path / 'site'}", str(PROGRAM.with_name("python")), "-c", RUN)
+    return ("env", f"PYTHONPATH={tmp_path / 'site'}", str(PROGRAM.with_name("python")), "-c", RUN)
 
 
 def test_upgrade_with_the_same_bpf_goes_on(pins: Path, plugged: Disk, tmp_path: Path) -> None:
     with pinning(pins) as first:
         lab.run_in([], DIRECT_WRITER, plugged.path, 4096, 5, 0)
         first.stop()
-    with (
-        other_version(tmp_path, "17.0.10") as command,
-        lab.Exporter(f"--bpf.pin={pins}", prefix=command) as second,
-    ):
+    command = other_version(tmp_path, "17.0.10")
+    with lab.Exporter(f"--bpf.pin={pins}", prefix=command) as second:
         scrape = second.scrape()
         assert scrape.sum("exporter_build_info", version="17.0.10") == 1
         assert totals(scrape, plugged.name)[2] == 5
@@ -417,10 +528,8 @@ def test_upgrade_with_another_layout_begins_anew(pins: Path, plugged: Disk, tmp_
         lab.run_in([], DIRECT_WRITER, plugged.path, 4096, 5, 0)
         first.stop()
     old = directory_of(pins, "block_io")
-    with (
-        other_version(tmp_path, "17.0.10", "-DREQUESTS_LOG2=12") as command,
-        lab.Exporter(f"--bpf.pin={pins}", prefix=command) as second,
-    ):
+    command = other_version(tmp_path, "17.0.10", "-DREQUESTS_LOG2=12")
+    with lab.Exporter(f"--bpf.pin={pins}", prefix=command) as second:
         assert totals(second.scrape(), plugged.name) == (0, 0, 0, 0)
         log = "".join(second.log)
     assert f"removed the pins in {old}: block_io begins anew" in log

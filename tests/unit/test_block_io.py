@@ -109,21 +109,23 @@ class Machine(MachineOfCgroups["Scraped"]):
             "disk_index": Memory(16, 4, 1024),
             "disk_owner": Memory(4, 16, 1024),
         }
-        load(self.probe, self.maps, {"disks_inherit": self._disks_inherit})
+        load(self.probe, self.maps, {"drop_disk": self._drop_disk})
 
-    def _disks_inherit(self, index: int, heir: int) -> int:
+    def _drop_disk(self, index: int, heir: int) -> int:
         layout = self.probe.file.struct("disk")
-        disks = self.maps["disks"]
-        places = [struct.pack("=I", place) for place in (index, heir)]
-        row, heirs = (disks.entries[place] for place in places)
-        for counters in (
-            extent(layout, "depth.sum", "depth.slots"),
-            extent(layout, "other[0].device_ns", "other[4].size_slots"),
-        ):
-            heirs = added(heirs, row, counters)
-            row = row[: counters.start] + bytes(len(row[counters])) + row[counters.stop :]
-        for place, value in zip(places, (row, heirs), strict=True):
-            disks.update(place, value)
+        disks, place = self.maps["disks"], struct.pack("=I", index)
+        row = disks.entries[place]
+        if heir < disks.max_entries:
+            heirs = disks.entries[struct.pack("=I", heir)]
+            for counters in (
+                extent(layout, "depth.sum", "depth.slots"),
+                extent(layout, "other[0].device_ns", "other[4].size_slots"),
+            ):
+                heirs = added(heirs, row, counters)
+            disks.update(struct.pack("=I", heir), heirs)
+        disks.update(place, bytes(layout.size))
+        self.maps["disk_index"].delete(self.maps["disk_owner"].entries[place])
+        self.maps["disk_owner"].delete(place)
         return 1
 
     def plug(self, index: int, name: str, dev: tuple[int, int], gendisk: int) -> None:

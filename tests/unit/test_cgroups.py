@@ -73,7 +73,7 @@ def successor(cgroups: Cgroups, now: float, rules: CgroupRules = EVERY_CGROUP) -
     ]
     after = Cgroups(cgroups.hierarchies, rules)
     after.walk(now)
-    after.recall(exited, [*cgroups.others()], now)
+    after.recall(exited, cgroups.labelled(), now)
     return after
 
 
@@ -845,13 +845,39 @@ def test_who_was_over_the_limit_stays_there(tmp_path: Path) -> None:
     first = [ids[4], ids[0], ids[2]]
     assert OTHER not in {cgroups.name(hierarchy, cgroup) for cgroup in first}
     assert {cgroups.name(hierarchy, ids[i]) for i in (1, 3)} == {OTHER}
-    assert sorted(cgroups.others()) == sorted((0, ids[i], "limit") for i in (1, 3))
+    assert cgroups.labelled() == {
+        (0, cgroup): "limit" if i in (1, 3) else "" for i, cgroup in enumerate(ids)
+    }
     (top / "e").mkdir()
     after = successor(cgroups, 1.0, rules)
     for cgroup in (*ids, (top / "e").stat().st_ino):
         expected = cgroups.name(hierarchy, cgroup) if cgroup in ids else OTHER
         assert after.name(hierarchy, cgroup) == expected
     assert after.collapsed == {"rule": 0, "limit": 3, "no name": 0}
+
+
+def test_who_was_nameless_or_went_unheard_goes(tmp_path: Path) -> None:
+    """Its events were lost while nobody was there: nothing else will tell."""
+    hierarchy = Hierarchy(0, str(tree(tmp_path / "cgroup")))
+    after = walked(only(hierarchy))
+    after.recall([], {(0, 77): "limit", (0, 78): "no name", (0, 79): ""}, 0.0)
+    assert {after.name(hierarchy, cgroup) for cgroup in (77, 78)} == {OTHER}
+    after.expired(0.0)
+    gone = after.expired(RETENTION_SECONDS)
+    assert gone == {(0, 77), (0, 78)}
+    after.forget(gone, RETENTION_SECONDS)
+    assert after.collapsed == {"rule": 0, "limit": 0, "no name": 0}
+
+
+def test_an_old_event_does_not_undo_a_walk(tmp_path: Path) -> None:
+    """Made, and then its parent renamed, before an exporter came that finds both events."""
+    top = tree(tmp_path / "cgroup", "new/child")
+    hierarchy = Hierarchy(7, str(top))
+    cgroups = walked(only(hierarchy))
+    parent, child = ((top / path).stat().st_ino for path in ("new", "new/child"))
+    cgroups.apply(MKDIR, 7, child, b"/old/child", 0.0)
+    cgroups.apply(RENAME, 7, parent, b"/new", 0.0)
+    assert cgroups.name(hierarchy, child) == "/new/child"
 
 
 # Paths that are too long -------------------------------------------------------------------------

@@ -41,6 +41,8 @@ _NONSENSE = (
 _REMEDY = "reinstall writeback-exporter, or run `make bpf` in its source"
 _LONGEST_ARRAY = 1 << 16
 _VERSION = "exporter_version"  # the section of that; bpf/kernel.h
+_OWN_PROGRAMS = "raw_tp"
+_SHF_EXECINSTR = 4
 _UNSIGNED = {1: "B", 2: "H", 4: "I", 8: "Q"}
 
 
@@ -112,14 +114,29 @@ class ObjectFile:
             elf = ELFFile(stream)
             sections = {section.name: section for section in elf.iter_sections()}
             btf = sections[".BTF"].data()
-            self.digest = hashlib.sha256(
-                repr([(n, s.data()) for n, s in sections.items() if n != _VERSION]).encode()
-            ).hexdigest()
-            """Of all but the version."""
             self.version = sections[_VERSION].data().rstrip(b"\0").decode()
             self._constants = self._symbols_of(elf, ".rodata")
             self._types = list(_parse(btf))
             self.maps = self._read_maps()
+            self.own_programs = frozenset(
+                symbol.name
+                for table in elf.iter_sections()
+                if isinstance(table, SymbolTableSection)
+                for symbol in table.iter_symbols()
+                if symbol["st_info"]["type"] == "STT_FUNC"
+                and elf.get_section(symbol["st_shndx"]).name == _OWN_PROGRAMS
+            )
+            """Programs that are at no hook: user space runs them."""
+            # Not the rest: lines of the source and where it was compiled change nothing.
+            code = [
+                (name, section.data())
+                for name, section in sections.items()
+                if section["sh_flags"] & _SHF_EXECINSTR
+                or (name.startswith((".rel", ".rodata")) and ".BTF" not in name)
+            ]
+            what = (code, self._types, _relocations(btf, sections[".BTF.ext"].data()))
+            self.digest = hashlib.sha256(repr(what).encode()).hexdigest()
+            """Of what the kernel makes of the file: code, maps and types."""
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
@@ -284,3 +301,27 @@ def _parse(blob: bytes) -> list[_Type]:
         types.append(described)
         position = start + fixed + each * vlen
     return types
+
+
+def _relocations(btf: bytes, extension: bytes) -> list[tuple[str, int, int, str, int]]:
+    """The CO-RE relocations in .BTF.ext: section, place, type, path to the field, kind."""
+    header, _, _, strings, _ = struct.unpack_from("=4xIIIII", btf)
+    begin = header + strings
+
+    def text(offset: int) -> str:
+        return btf[begin + offset : btf.index(b"\0", begin + offset)].decode()
+
+    header, *_, offset, size = struct.unpack_from("=4xIIIIIII", extension)
+
+    found = []
+    position, end = header + offset, header + offset + size
+    (record,) = struct.unpack_from("=I", extension, position)
+    position += 4
+    while position < end:
+        section, count = struct.unpack_from("=II", extension, position)
+        position += 8
+        for _ in range(count):
+            place, type_id, path, kind = struct.unpack_from("=IIII", extension, position)
+            found.append((text(section), place, type_id, text(path), kind))
+            position += record
+    return found

@@ -556,8 +556,14 @@ class Object:
             link.pin(f"{self._pins}/link-{program}")
         return link
 
+    @property
+    def pinned(self) -> bool:
+        """Whether it stays in the kernel when it is closed."""
+        return self._pins is not None
+
     def pin(self, directory: str) -> None:
-        """Pins the maps, loaded programs and links: DIRECTORY/{map,program,link}-NAME."""
+        """Pins the maps, loaded programs and links, and what is attached from now on, as
+        DIRECTORY/{map,program,link}-NAME."""
         for bpf_map in self.maps.values():
             if "." not in bpf_map.name:  # the programs keep their data sections
                 pin(bpf_map.fd, f"{directory}/map-{bpf_map.name}")
@@ -566,13 +572,17 @@ class Object:
                 pin(program.fd, f"{directory}/program-{program.name}")
         for name, link in self._links.items():
             link.pin(f"{directory}/link-{name}")
-
-    def stay_in(self, directory: str | None) -> None:
-        """Where what was pinned is now, and what is attached from now on is pinned; None where its
-        pins were removed."""
         self._pins = directory
+
+    def pin_in(self, directory: str) -> None:
+        """Where the pins are from now on, for they were moved."""
+        self._pins = directory
+
+    def unpin(self) -> None:
+        """Says that the pins have been removed."""
+        self._pins = None
         for link in self._links.values():
-            link.pinned = directory is not None
+            link.pinned = False
 
     @property
     def attached(self) -> tuple[str, ...]:

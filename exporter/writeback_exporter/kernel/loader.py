@@ -20,7 +20,7 @@ from writeback_exporter.features import NO_DESCRIPTOR, RAISE_DESCRIPTORS, Refuse
 from writeback_exporter.kernel import libbpf
 from writeback_exporter.kernel.layout import BadObject, ObjectFile
 from writeback_exporter.kernel.libbpf import BpfError, KernelBtf, LibbpfMissing, Object
-from writeback_exporter.kernel.pins import PinnedObject, Pins, fingerprint
+from writeback_exporter.kernel.pins import PinnedObject, Pins, TakeoverError, fingerprint
 
 OBJECTS = Path(__file__).parent.parent / "objects"
 BTF = "/sys/kernel/btf/vmlinux"
@@ -35,15 +35,18 @@ class Kernel:
         procfs: str = "/proc",
         syscall_tracepoints: bool = False,
         pins: Pins | None = None,
+        hierarchies: Iterable[int] = (),
     ) -> None:
         """Raises Refused where no BPF program can be loaded at all.
 
         `syscall_tracepoints`: whether those may be used, at a cost to every system call. `pins`:
-        where what is loaded stays when the exporter ends.
+        where what is loaded stays when the exporter ends; `hierarchies`, those whose cgroups count,
+        then are a part of what it is.
         """
         self.procfs = procfs
         self.syscall_tracepoints = syscall_tracepoints
         self._pins = pins
+        self._hierarchies = tuple(hierarchies)
         try:
             libbpf.version()
         except LibbpfMissing as error:
@@ -77,14 +80,19 @@ class Kernel:
         also: Sequence[str] = (),
         targets: Mapping[str, str] | None = None,
     ) -> Object | PinnedObject:
-        """As the function `load`; or the same, taken over from an exporter before this one."""
+        """As the function `load`; or the same, taken over from an exporter before this one.
+
+        Raises TakeoverError besides, where it is there and cannot be had now.
+        """
         if self._pins is None:
             return load(file, programs, constants, also, targets)
-        mark = fingerprint(file, [*programs, *also], constants, targets or {})
+        told = {"hierarchies": self._hierarchies, **constants, **(targets or {})}
+        mark = fingerprint(file, [*programs, *also], told)
+        loaded = [*programs, *also, *file.own_programs]
         try:
-            taken = self._pins.take_over(file, mark, programs, also)
+            taken = self._pins.take_over(file, mark, programs, loaded)
         except BpfError as error:
-            raise refusal(error) from error
+            raise TakeoverError(refusal(error)) from error
         if taken:
             return taken
         opened = load(file, programs, constants, also, targets)
@@ -179,7 +187,7 @@ def load(
     try:
         opened = Object(file)
         for program in opened.programs.values():
-            program.autoload = program.name in (*programs, *also) or program.section == "raw_tp"
+            program.autoload = program.name in (*programs, *also, *file.own_programs)
         for name, function in (targets or {}).items():
             opened.programs[name].set_target(function)
         opened.set_constants(**constants)

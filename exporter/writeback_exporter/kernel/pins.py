@@ -5,7 +5,8 @@ system, so that the next one goes on with the counts and none of the events is m
 DIRECTORY/OBJECT-FINGERPRINT/{map,program,link}-NAME. The fingerprint is of all that runs in the
 kernel: the object's code, maps and types, the programs that were chosen, and what they were told.
 Another version of the exporter with the same BPF object takes it over; what has another fingerprint
-begins anew. A directory gets its name when all is in it, so whoever finds it may rely on it.
+begins anew. A directory gets its name when all is in it, so whoever finds it may rely on it; until
+then it ends in -new.
 
 No name has a dot in it, which bpffs reserves (bpf_lookup() in kernel/bpf/inode.c).
 """
@@ -20,7 +21,7 @@ import logging
 import os
 import re
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from writeback_exporter.features import Feature, Refused
@@ -32,47 +33,57 @@ log = logging.getLogger(__name__)
 
 FEATURE = "bpf_pin"
 _BPF_FS_MAGIC = 0xCAFE4A11  # include/uapi/linux/magic.h
-_OURS = re.compile(r"(?P<object>[a-z_]+)-[0-9a-f]{16}(?P<new>-new)?")
+_OURS = re.compile(r"[a-z_]+-[0-9a-f]{16}(-new)?")
 _KINDS = ("link-", "program-", "map-")
 """In the order in which they are removed: first no program runs any more."""
 _NAME_LENGTH = 15  # BPF_OBJ_NAME_LEN without its end
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
+class TakeoverError(Exception):
+    """What is pinned cannot be had now; `refusal` says why. To load it anew, in another way even,
+    would be to lose its counts."""
+
+    def __init__(self, refusal: Refused) -> None:
+        super().__init__(str(refusal))
+        self.refusal = refusal
+
+
 class PinnedObject:
     """A BPF object that an exporter before this one has loaded: what it is used for, as of Object;
     closing it leaves it as it is."""
 
+    pinned = True
+
     def __init__(
-        self, file: ObjectFile, directory: str, programs: Sequence[str], also: Sequence[str]
+        self, file: ObjectFile, directory: str, attached: Iterable[str], loaded: Iterable[str]
     ) -> None:
-        """`programs` must be attached, `also` loaded. Raises BpfError, or ValueError where that is
-        not so."""
+        """`attached` and `loaded`: the programs that must be. Raises BpfError, or ValueError where
+        that is not so."""
         self._directory = directory
         self.maps: dict[str, Map] = {}
         self.programs: dict[str, Program] = {}
-        self._attached: list[str] = []
+        # Open, so that the programs run as long as we do, should somebody remove the pins.
+        self._links: dict[str, int] = {}
         try:
             for name in file.maps:
                 self.maps[name] = self._open_map(file, name)
-            names = sorted(os.listdir(directory))
-            for name in names:
-                kind, _, program = name.partition("-")
-                if kind == "program":
-                    fd = libbpf.pinned(f"{directory}/{name}")
-                    self.programs[program] = Program(program, fd)
-            for name in names:
-                kind, _, program = name.partition("-")
-                if kind == "link":
-                    self._check_link(program)
-                    self._attached.append(program)
-            missing = {f"program-{name}" for name in {*programs, *also} - self.programs.keys()}
-            missing |= {f"link-{name}" for name in set(programs) - set(self._attached)}
+            for program in self._names("program-"):
+                fd = libbpf.pinned(f"{directory}/program-{program}")
+                self.programs[program] = Program(program, fd)
+            for program in self._names("link-"):
+                self._links[program] = self._open_link(program)
+            missing = {f"program-{name}" for name in set(loaded) - self.programs.keys()}
+            missing |= {f"link-{name}" for name in set(attached) - self._links.keys()}
             if missing:
                 raise ValueError(f"{min(missing)} is missing")
         except BaseException:
             self.close()
             raise
+
+    def _names(self, kind: str) -> list[str]:
+        names = sorted(os.listdir(self._directory))
+        return [name.removeprefix(kind) for name in names if name.startswith(kind)]
 
     def _open_map(self, file: ObjectFile, name: str) -> Map:
         bpf_map = Map.of_descriptor(libbpf.pinned(f"{self._directory}/map-{name}"))
@@ -87,48 +98,40 @@ class PinnedObject:
         bpf_map.name = name
         return bpf_map
 
-    def _check_link(self, program: str) -> None:
+    def _open_link(self, program: str) -> int:
         fd = libbpf.pinned(f"{self._directory}/link-{program}")
-        try:
-            known = self.programs.get(program)
-            if known is None or libbpf.program_of_link(fd) != known.id:
-                raise ValueError(f"link-{program} is no link of program-{program}")
-        finally:
+        known = self.programs.get(program)
+        if known is None or libbpf.program_of_link(fd) != known.id:
             os.close(fd)
+            raise ValueError(f"link-{program} is no link of program-{program}")
+        return fd
 
     @property
     def attached(self) -> tuple[str, ...]:
         """The programs that run now."""
-        return tuple(self._attached)
+        return tuple(self._links)
 
     def attach(self, program: str) -> None:
         """Has the program run, if it does not already, and goes on doing so."""
-        if program in self._attached:
+        if program in self._links:
             return
-        fd = libbpf.attach(self.programs[program])
-        try:
-            libbpf.pin(fd, f"{self._directory}/link-{program}")
-        finally:
-            os.close(fd)
-        self._attached.append(program)
+        fd = self._links[program] = libbpf.attach(self.programs[program])
+        libbpf.pin(fd, f"{self._directory}/link-{program}")
 
     def close(self) -> None:
-        """Gives back the descriptors; all goes on in the kernel."""
-        for fd in [m.fd for m in self.maps.values()] + [p.fd for p in self.programs.values()]:
+        """Gives back the descriptors; all that is pinned goes on in the kernel."""
+        maps = (bpf_map.fd for bpf_map in self.maps.values())
+        programs = (program.fd for program in self.programs.values())
+        for fd in (*maps, *programs, *self._links.values()):
             os.close(fd)
-        self.maps.clear()
-        self.programs.clear()
+        for opened in (self.maps, self.programs, self._links):
+            opened.clear()
 
 
-def fingerprint(
-    file: ObjectFile,
-    programs: Iterable[str],
-    constants: Mapping[str, int],
-    targets: Mapping[str, str],
-) -> str:
+def fingerprint(file: ObjectFile, programs: Iterable[str], told: Mapping[str, object]) -> str:
     """Of all that decides what runs in this kernel and what its maps hold. The kernel itself is not
     among it: none outlives its bpffs."""
-    whole = (file.digest, sorted(programs), sorted(constants.items()), sorted(targets.items()))
+    whole = (file.digest, sorted(programs), sorted(told.items()))
     return hashlib.sha256(repr(whole).encode()).hexdigest()[:16]
 
 
@@ -137,14 +140,8 @@ class Pins:
 
     def __init__(self, directory: str) -> None:
         """Makes the directory if need be. Raises Refused."""
-        _check(directory)
         self._directory = directory
-        try:
-            if not os.path.isdir(directory):
-                os.mkdir(directory, 0o700)
-            self._lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-        except OSError as error:
-            raise _unusable(directory, error) from error
+        self._lock = _open(directory)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -155,67 +152,85 @@ class Pins:
                 f"another writeback-exporter{owner} has its pins in {directory}",
                 "stop it, or give this one another --bpf.pin",
             ) from None
-        self._kept: set[str] = set()
+        self._used: set[str] = set()
+        """Directories that stay."""
+        self._new: list[tuple[Object, str]] = []
+        """Objects that are in a directory that has not its name yet, which is this."""
         self._taken: list[str] = []
         self._refused: dict[str, str] = {}
 
     def take_over(
-        self, file: ObjectFile, mark: str, programs: Sequence[str], also: Sequence[str]
+        self, file: ObjectFile, mark: str, attached: Iterable[str], loaded: Iterable[str]
     ) -> PinnedObject | None:
         """The object as it was left under this fingerprint; None where there is none, or not all of
-        it. Raises BpfError or Refused where it cannot be had now."""
-        directory = f"{self._directory}/{_object(file)}-{mark}"
+        it. Raises BpfError or TakeoverError where it cannot be had now."""
+        name = _object(file)
+        directory = f"{self._directory}/{name}-{mark}"
         if not os.path.isdir(directory):
             return None
-        self._kept.add(directory)
+        self._used.add(directory)
         try:
-            pinned = PinnedObject(file, directory, programs, also)
-        except BpfError as error:
-            if error.errno in (errno.EACCES, errno.EPERM):
-                raise Refused(
-                    "not ours",
-                    str(error),
-                    f"have all in {self._directory} belong to user {os.geteuid()}, or remove it",
-                ) from error
-            if error.errno not in (errno.ENOENT, errno.EINVAL):
+            _check_owner(directory, os.stat(directory, follow_symlinks=False))
+            pinned = PinnedObject(file, directory, attached, loaded)
+        except Refused as refusal:
+            raise TakeoverError(refusal) from refusal
+        except (BpfError, ValueError) as error:
+            if isinstance(error, BpfError) and error.errno not in (errno.ENOENT, errno.EINVAL):
                 raise
             log.warning("the pins in %s cannot be taken over: %s", directory, error)
+            self._used.remove(directory)
             return None
-        except ValueError as error:
-            log.warning("the pins in %s cannot be taken over: %s", directory, error)
-            return None
-        self._taken.append(_object(file))
+        self._taken.append(name)
         return pinned
 
     def keep(self, opened: Object, mark: str) -> None:
-        """Pins an object that was loaded anew, and removes what was pinned of it before. Where that
-        is refused it is not pinned, and the feature says why."""
+        """Pins an object that was loaded anew. Where that is refused it is not pinned, and the
+        feature says why."""
         name = _object(opened.file)
         directory = f"{self._directory}/{name}-{mark}"
-        for path in self._ours(name):
-            self._remove(path, f"{name} begins anew: another version or configuration was pinned")
         new = f"{directory}-new"
         try:
+            if os.path.isdir(new):
+                self._remove(new, "an exporter ended while it started")
             os.mkdir(new, 0o700)
             opened.pin(new)
-            os.rename(new, directory)
         except OSError as error:  # BpfError is one
-            if os.path.isdir(new):
-                _remove_directory(new)
-            opened.stay_in(None)
-            self._refused[name] = str(error)
-            log.warning("%s is not pinned, so that a restart resets its counts: %s", name, error)
-            return
-        opened.stay_in(directory)
-        self._kept.add(directory)
+            opened.unpin()
+            self._refuse(name, new, error)
+        else:
+            self._new.append((opened, directory))
+
+    def _refuse(self, name: str, new: str, error: OSError) -> None:
+        self._refused[name] = str(error)
+        log.warning("%s is not pinned, so that a restart resets its counts: %s", name, error)
+        if os.path.isdir(new):
+            self._remove(new, "it is not whole")
 
     def settle(self) -> None:
-        """Once all is loaded: says what was taken over, and removes what nobody uses."""
+        """Once all is loaded, attached and made ready: gives what is new its name, removes what
+        nobody uses, and says what was taken over."""
+        ours = self._ours()
+        for opened, directory in self._new:
+            name = _object(opened.file)
+            for old in ours:
+                if old != f"{directory}-new" and _name_of(old) == name and old not in self._used:
+                    self._remove(
+                        old, f"{name} begins anew: another version or configuration was pinned"
+                    )
+            try:
+                os.rename(f"{directory}-new", directory)
+            except OSError as error:
+                opened.unpin()
+                self._refuse(name, f"{directory}-new", error)
+            else:
+                opened.pin_in(directory)
+                self._used.add(directory)
+        self._new.clear()
+        for path in ours:
+            if path not in self._used and os.path.isdir(path):
+                self._remove(path, "nobody uses them any more")
         if self._taken:
             log.info("going on with the counts of the last run: %s", ", ".join(self._taken))
-        for path in self._ours():
-            if path not in self._kept:
-                self._remove(path, "nobody uses them any more")
 
     @property
     def feature(self) -> Feature:
@@ -235,15 +250,15 @@ class Pins:
         """Leaves all as it is, for the next exporter."""
         os.close(self._lock)
 
-    def _ours(self, name: str = "") -> list[str]:
-        """The directories of an object, or of all."""
+    def _ours(self) -> list[str]:
+        """The directories of objects."""
         found = []
         for entry in sorted(os.listdir(self._directory)):
-            match = _OURS.fullmatch(entry)
-            if match and name in ("", match["object"]):
-                found.append(f"{self._directory}/{entry}")
-            elif not match and not name and "." not in entry:  # bpffs' own have dots
-                log.warning("%s/%s is none of the exporter's and stays", self._directory, entry)
+            path = f"{self._directory}/{entry}"
+            if _OURS.fullmatch(entry):
+                found.append(path)
+            elif "." not in entry:  # bpffs' own have dots
+                log.warning("%s is none of the exporter's and stays", path)
         return found
 
     def _remove(self, path: str, why: str) -> None:
@@ -258,40 +273,54 @@ class Pins:
 def examine(directory: str) -> Feature:
     """Whether pins can be made there, for `doctor`."""
     try:
-        _check(directory)
+        os.close(_open(directory, make=False))
     except Refused as refusal:
         return Feature.refused(FEATURE, refusal)
     return Feature(FEATURE, True)
 
 
-def _check(directory: str) -> None:
-    """Raises Refused where pins cannot be made, or not safely: whoever may write there could have
-    us read his maps."""
-    there = directory if os.path.isdir(directory) else os.path.dirname(os.path.abspath(directory))
+def _open(directory: str, make: bool = True) -> int:
+    """A descriptor of the directory, which is made if need be, or else of where it would be. Raises
+    Refused where pins cannot be made in it, or not safely: whoever may write there could have us
+    read his maps."""
     try:
-        status = os.stat(there)
-        magic = _file_system(there)
+        parent = os.path.dirname(os.path.abspath(directory))
+        if make and not os.path.lexists(directory) and _file_system(parent) == _BPF_FS_MAGIC:
+            os.mkdir(directory, 0o700)
+        there = directory if os.path.lexists(directory) else parent
+        fd = os.open(there, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError as error:
         raise _unusable(directory, error) from error
-    if magic != _BPF_FS_MAGIC:
-        raise Refused(
-            "no bpffs",
-            f"{there} is not in a BPF file system",
-            "mount one (mount -t bpf bpf /sys/fs/bpf), and name a directory in it with --bpf.pin",
-        )
-    if there == directory and (status.st_uid not in (0, os.geteuid()) or status.st_mode & 0o022):
+    try:
+        if _file_system(fd) != _BPF_FS_MAGIC:
+            raise Refused(
+                "no bpffs",
+                f"{there} is not in a BPF file system",
+                "mount one (mount -t bpf -o mode=700 bpf /sys/fs/bpf), and name a directory in it "
+                "with --bpf.pin",
+            )
+        if there == directory:
+            _check_owner(directory, os.fstat(fd))
+        for wrong, number in (
+            (os.fstatvfs(fd).f_flag & os.ST_RDONLY, errno.EROFS),
+            (not os.access(there, os.R_OK | os.W_OK | os.X_OK), errno.EACCES),
+        ):
+            if wrong:
+                raise _unusable(directory, OSError(number, os.strerror(number)))
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _check_owner(directory: str, status: os.stat_result) -> None:
+    if status.st_uid not in (0, os.geteuid()) or status.st_mode & 0o022:
         raise Refused(
             "not ours",
             f"{directory} belongs to user {status.st_uid} and has mode {status.st_mode & 0o777:o}",
-            f"have it belong to user {os.geteuid()} alone, with mode 700, or remove it",
+            f"have it and all in it belong to user {os.geteuid()} alone, with mode 700, or remove "
+            "it",
         )
-    for wrong, number in (
-        (there != directory and os.path.lexists(directory), errno.ENOTDIR),
-        (os.statvfs(there).f_flag & os.ST_RDONLY, errno.EROFS),
-        (not os.access(there, os.R_OK | os.W_OK | os.X_OK), errno.EACCES),
-    ):
-        if wrong:
-            raise _unusable(directory, OSError(number, os.strerror(number)))
 
 
 def _unusable(directory: str, error: OSError) -> Refused:
@@ -302,9 +331,14 @@ def _unusable(directory: str, error: OSError) -> Refused:
     )
 
 
-def _file_system(path: str) -> int:
+def _file_system(place: str | int) -> int:
+    """The magic number of a path's, or a descriptor's, file system."""
     buffer = ctypes.create_string_buffer(256)  # struct statfs, which begins with f_type
-    if _libc.statfs(os.fsencode(path), buffer):
+    if isinstance(place, int):
+        failed = _libc.fstatfs(place, buffer)
+    else:
+        failed = _libc.statfs(os.fsencode(place), buffer)
+    if failed:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return int(struct.unpack_from("=L", buffer)[0])
 
@@ -325,6 +359,11 @@ def _who_locks(fd: int) -> str:
 
 def _object(file: ObjectFile) -> str:
     return file.name.partition(".")[0]
+
+
+def _name_of(path: str) -> str:
+    """The object that one of our directories is of."""
+    return os.path.basename(path).partition("-")[0]
 
 
 def _remove_directory(path: str) -> None:

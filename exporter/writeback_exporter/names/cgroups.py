@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import os
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import chain
@@ -75,6 +75,11 @@ class Hierarchies:
     @property
     def all(self) -> set[Hierarchy]:
         return {self.io, self.task} | ({self.memory} if self.memory else set())
+
+    @property
+    def by_use(self) -> tuple[Hierarchy, Hierarchy, Hierarchy]:
+        """Those of block IO, of tasks, and of memory or what stands for it."""
+        return self.io, self.task, self.memory or self.task
 
     @property
     def v2(self) -> Hierarchy | None:
@@ -257,33 +262,37 @@ class Cgroups:
             return None
         return _encoded(exited.path), exited.released_at is not None
 
-    def others(self) -> Iterator[tuple[int, int, str]]:
-        """(hierarchy, id, why) of each cgroup that is exported as OTHER though no rule says so."""
-        for tree in self._trees.values():
-            for cgroup, why in tree.collapsed.items():
-                if why != "rule":
-                    yield tree.hierarchy.id, cgroup, why
+    def labelled(self) -> dict[tuple[int, int], str]:
+        """Each (hierarchy, id) that has a label, with why it is OTHER, or an empty text."""
+        return {
+            (tree.hierarchy.id, cgroup): tree.collapsed.get(cgroup, "")
+            for tree in self._trees.values()
+            for cgroup in tree.labels
+        }
 
     def recall(
         self,
         exited: Iterable[tuple[int, int, bytes, bool]],
-        others: Iterable[tuple[int, int, str]],
+        labelled: Mapping[tuple[int, int], str],
         now: float,
     ) -> None:
         """After the first walk: takes in what another process has known of exited cgroups, as
-        (hierarchy, id, path, released), and from `others`."""
+        (hierarchy, id, path, released), and from `labelled`. Who had a label has it again, and who
+        was OTHER for another reason than a rule stays there."""
         for hierarchy, cgroup, path, released in exited:
             tree = self._trees.get(hierarchy)
             if tree and cgroup not in tree.live:
                 tree.exited[cgroup] = _Exited(_decoded(path), now, now if released else None)
-        for hierarchy, cgroup, why in others:
+        for (hierarchy, cgroup), why in labelled.items():
             tree = self._trees.get(hierarchy)
-            if tree:
+            if tree is None:
+                continue
+            is_known = cgroup in tree.live or cgroup in tree.exited
+            if why in ("limit", "no name"):
                 tree.labels[cgroup], tree.collapsed[cgroup] = OTHER, why
-        # Ids count up: should there be more than the limit by now, those go without a label that
-        # had none before.
-        for tree in self._trees.values():
-            for cgroup in sorted(tree.live.keys() | tree.exited.keys()):
+                if not is_known:  # it went, and nobody heard of it
+                    tree.nameless.add(cgroup)
+            elif is_known:
                 self.name(tree.hierarchy, cgroup)
 
     def apply(self, kind: EventKind, hierarchy: int, cgroup: int, path: bytes, now: float) -> None:
@@ -296,7 +305,8 @@ class Cgroups:
             tree.labels[cgroup], tree.collapsed[cgroup] = OTHER, "no name"
         if kind is EventKind.MKDIR:
             if len(path) < _PATH_LIMIT:
-                tree.live[cgroup] = _decoded(path)
+                # A walk may have seen it under a later name.
+                tree.live.setdefault(cgroup, _decoded(path))
             # Nothing to forget: an id is never used twice (kernfs counts up).
         elif kind is EventKind.RENAME:
             _rename(tree, cgroup, _decoded(path))

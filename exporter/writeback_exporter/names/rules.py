@@ -23,6 +23,12 @@ class CgroupRules:
     limit: int = 10_000
     """How many labels a hierarchy gives at most."""
 
+    @property
+    def text(self) -> str:
+        """All of them: equal where the rules are."""
+        patterns = (self.include, self.exclude, *self.collapse)
+        return repr((self.limit, [pattern and pattern.pattern for pattern in patterns]))
+
     def label(self, path: str) -> str | None:
         """The label for a path; None where it is not exported."""
         if path == "/":

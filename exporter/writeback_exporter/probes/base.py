@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import struct
 import sys
 from abc import abstractmethod
@@ -27,6 +28,8 @@ from writeback_exporter.names.cgroups import (
     printable,
 )
 from writeback_exporter.names.devices import Devices
+
+log = logging.getLogger(__name__)
 
 Row = tuple[bytes, Labels, bytes | memoryview]
 """An entry of a map: its key, the labels that the key stands for, its value."""
@@ -107,14 +110,14 @@ class Probe(Collector):
         return known
 
     def _bequeath(self, name: str, key: bytes, heir: bytes) -> None:
-        """Adds an entry to its heir's and deletes it, in one step (bpf/inherit.h)."""
-        words = struct.unpack(f"={2 * len(key) // 8}Q", key + heir)
-        while not self.run(f"{name}_inherit", *words):
-            # The map is full and the heir has no entry: it takes this one's place.
-            row = self.map(name).lookup_and_delete(key)
-            if row is None or self.map(name).insert(heir, row):
+        """Adds an entry to its heir's and deletes it, in one step (bpf/inherit.h). Where the map
+        has no room for the heir's, it counts as other's, as all that finds no room."""
+        for one in (heir, _id(OTHER_ID) + heir[8:]):
+            words = struct.unpack(f"={2 * len(key) // 8}Q", key + one)
+            if self.run(f"{name}_inherit", *words):
                 return
-            self.map(name).insert(key, row)  # the heir has made an entry meanwhile
+        self.map(name).delete(key)
+        log.warning("BPF map %s/%s is full: what an exited cgroup counted is lost", self.name, name)
 
     def _dump(self, name: str, use: str = "") -> list[tuple[bytes, memoryview]]:
         """A map's entries; notes how full it is, under the name that its drops have."""

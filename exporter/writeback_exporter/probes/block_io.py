@@ -314,15 +314,7 @@ class BlockIo(Probe):
             self._left.add(labels[1:], row)
         drop("block_io_errors", self._error_rows(host.cgroups))
         for index, heir in disks.items():
-            self._drop_disk(index, heir)
+            self.run("drop_disk", index, self.map("disks").max_entries if heir is None else heir)
         names = {disk.name for index, disk in self._disks.items() if index not in disks}
         for labels in [labels for labels in self._left.rows if labels[0] not in names]:
             del self._left.rows[labels]
-
-    def _drop_disk(self, index: int, heir: int | None) -> None:
-        place = _INDEX.pack(index)
-        if heir is not None:
-            self.run("disks_inherit", index, heir)
-        self.map("disks").update(place, bytes(len(self._disks[index].value)))
-        self.map("disk_index").delete(self._disks[index].identity)
-        self.map("disk_owner").delete(place)

@@ -24,8 +24,7 @@ log = logging.getLogger(__name__)
 
 _RECORDS = "cgroup_events"
 _RULES = ((1 << 32) - 1, 0)
-"""No cgroup has this (hierarchy, id): under it other_cgroups says by which rules it was made."""
-_REASONS = ("limit", "no name")
+"""No cgroup has this (hierarchy, id): under it cgroup_labels says by which rules it was made."""
 _KEPT_PATH = 1023
 
 
@@ -48,10 +47,17 @@ class CgroupLifecycle(Probe):
         self._warned = False
         self._identity = self._key_layout("exited_cgroups").pick("id", "hierarchy")
         self._exited = self._value_layout("exited_cgroups").pick("released", "path")
+        whys = self.file.enum("cgroup_label")
+        self._whys = {
+            "": whys["LABEL_OWN"],
+            "limit": whys["LABEL_LIMIT"],
+            "no name": whys["LABEL_NO_NAME"],
+        }
         self._kept_exited: dict[tuple[int, int], bool] = {}
-        self._kept_others: set[tuple[int, int]] = set()
-        """(hierarchy, id) of what is in exited_cgroups and other_cgroups, of the former whether it
-        was released."""
+        """By (hierarchy, id): what is in exited_cgroups, and whether as released."""
+        self._kept_labels: set[tuple[int, int]] = set()
+        """(hierarchy, id) of what is in cgroup_labels."""
+        self._cannot_keep = False
 
     def load(self, kernel: Kernel, hierarchies: Hierarchies) -> list[Feature]:
         kernel.arity("cgroup_mkdir", known=(2,))
@@ -83,14 +89,14 @@ class CgroupLifecycle(Probe):
         cgroup, hierarchy, kind, path = self._fields.unpack(padded)
         path = path.split(b"\0", 1)[0]
         self._cgroups.apply(EventKind(kind), hierarchy, cgroup, path, time.monotonic())
-        if kind in (EventKind.RMDIR, EventKind.RELEASE):
+        if self._keeps and kind in (EventKind.RMDIR, EventKind.RELEASE):
             # Now, for with the next record this one is gone from the ring buffer.
             self._keep_exited((hierarchy, cgroup))
 
     def recall(self) -> None:
         """After the first walk: takes in what the exporter before this one has known, if it has
         left its pins."""
-        if self.bpf is None:
+        if not self._keeps:
             return
         exited = []
         for key, value in self._entries("exited_cgroups"):
@@ -98,60 +104,69 @@ class CgroupLifecycle(Probe):
             released, path = self._exited.unpack(value)
             exited.append((hierarchy, cgroup, path.split(b"\0", 1)[0], bool(released)))
             self._kept_exited[hierarchy, cgroup] = bool(released)
-        others = {}
-        for key, value in self._entries("other_cgroups"):
+        labels = {}
+        for key, value in self._entries("cgroup_labels"):
             cgroup, hierarchy = self._identity.unpack(key)
-            others[hierarchy, cgroup] = int.from_bytes(value, sys.byteorder)
-        rules = zlib.crc32(repr(self._cgroups.rules).encode())
-        if others.pop(_RULES, rules) != rules:
+            labels[hierarchy, cgroup] = int.from_bytes(value, sys.byteorder)
+        rules = zlib.crc32(self._cgroups.rules.text.encode())
+        if labels.pop(_RULES, rules) != rules:
             # Whoever changes the rules wants the new ones to count, though OTHER's counts go back.
-            for kept in others:
-                self.map("other_cgroups").delete(self._key_of(kept))
-            others.clear()
-        self.map("other_cgroups").update(self._key_of(_RULES), rules.to_bytes(4, sys.byteorder))
-        self._kept_others = {*others}
+            for cgroup in labels:
+                self.map("cgroup_labels").delete(self._key_of(cgroup))
+            labels.clear()
+        self.map("cgroup_labels").update(self._key_of(_RULES), rules.to_bytes(4, sys.byteorder))
+        self._kept_labels = {*labels}
+        texts = {number: why for why, number in self._whys.items()}
         self._cgroups.recall(
             exited,
-            ((*cgroup, _REASONS[why]) for cgroup, why in others.items() if why < len(_REASONS)),
+            {cgroup: texts[why] for cgroup, why in labels.items() if why in texts},
             time.monotonic(),
         )
+
+    @property
+    def _keeps(self) -> bool:
+        """Whether another exporter will ask for what this one knows."""
+        return self.bpf is not None and self.bpf.pinned
 
     def _key_of(self, cgroup: tuple[int, int]) -> bytes:
         hierarchy, number = cgroup
         return self._identity.pack(number, hierarchy)
 
     def _keep_exited(self, cgroup: tuple[int, int]) -> None:
-        """Writes down what is known of an exited cgroup."""
+        """Writes down what is known of an exited cgroup, if that has changed."""
         known = self._cgroups.exit_of(*cgroup)
-        if known is None or self._kept_exited.get(cgroup) == known[1]:
+        if known is None:
+            if self._kept_exited.pop(cgroup, None) is not None:
+                self.map("exited_cgroups").delete(self._key_of(cgroup))
             return
         path, released = known
-        if len(path) <= _KEPT_PATH:
-            self._keep("exited_cgroups", cgroup, self._exited.pack(released, path))
+        if self._kept_exited.get(cgroup) == released or len(path) > _KEPT_PATH:
+            return
+        if self._keep("exited_cgroups", cgroup, self._exited.pack(released, path)):
             self._kept_exited[cgroup] = released
 
-    def _keep(self, name: str, cgroup: tuple[int, int], value: bytes) -> None:
+    def _keep(self, name: str, cgroup: tuple[int, int], value: bytes) -> bool:
         try:
             self.map(name).update(self._key_of(cgroup), value)
         except BpfError as error:
-            # Full, or no memory: the next exporter will not know it, for this one nothing changes.
-            log.debug("%s", error)
+            if not self._cannot_keep:
+                log.warning("%s; after a restart some cgroups will count as other", error)
+            self._cannot_keep = True
+            return False
+        return True
 
-    def _keep_all(self) -> None:
-        """Writes down what changed since the last time, and not by an event."""
-        exited = {*self._cgroups.exited()}
-        for cgroup in exited:
-            self._keep_exited(cgroup)
-        for cgroup in self._kept_exited.keys() - exited:
-            self.map("exited_cgroups").delete(self._key_of(cgroup))
-            del self._kept_exited[cgroup]
-        others = {(hierarchy, cgroup): why for hierarchy, cgroup, why in self._cgroups.others()}
-        for cgroup in others.keys() - self._kept_others:
-            why = _REASONS.index(others[cgroup])
-            self._keep("other_cgroups", cgroup, why.to_bytes(4, sys.byteorder))
-        for cgroup in self._kept_others - others.keys():
-            self.map("other_cgroups").delete(self._key_of(cgroup))
-        self._kept_others = {*others}
+    def _keep_labels(self) -> None:
+        """Writes down which label was given or taken since the last time."""
+        labelled = self._cgroups.labelled()
+        for cgroup in labelled.keys() - self._kept_labels:
+            why = self._whys.get(labelled[cgroup])  # none of what a rule made OTHER
+            if why is not None and self._keep(
+                "cgroup_labels", cgroup, why.to_bytes(4, sys.byteorder)
+            ):
+                self._kept_labels.add(cgroup)
+        for cgroup in self._kept_labels - labelled.keys():
+            self.map("cgroup_labels").delete(self._key_of(cgroup))
+            self._kept_labels.remove(cgroup)
 
     def _follow(self) -> None:
         """Empties the ring buffer between scrapes, so that it does not overflow."""
@@ -182,6 +197,9 @@ class CgroupLifecycle(Probe):
         if dropped != self._dropped:
             self._cgroups.walk(time.monotonic())
             self._dropped = dropped
+            if self._keeps:
+                for cgroup in self._cgroups.exited():
+                    self._keep_exited(cgroup)
 
     def fill(self, snapshot: Snapshot, host: Host) -> None:
         cgroups = host.cgroups
@@ -209,8 +227,10 @@ class CgroupLifecycle(Probe):
 
     def forget(self, gone: set[tuple[int, int]], host: Host, now: float) -> None:
         host.cgroups.forget(gone, now)
-        if self.bpf is not None:
-            self._keep_all()
+        if self._keeps:
+            for cgroup in gone:
+                self._keep_exited(cgroup)
+            self._keep_labels()
 
     def stop_following(self) -> None:
         """Ends the thread; whoever calls this must not hold the lock."""
