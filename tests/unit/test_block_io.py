@@ -313,19 +313,20 @@ def test_exited_cgroup_is_exported_and_then_its_entries_go(machine: Machine) -> 
     assert not machine.maps["block_io_errors"].entries
 
 
-def test_restarted_service_counts_on(machine: Machine) -> None:
-    machine.io(5, 3, 0, times=4)
-    machine.error(5, 3, 0, 10)
+@pytest.mark.parametrize(("op", "name"), [(0, "read"), (1, "write")])
+def test_restarted_service_counts_on(machine: Machine, op: int, name: str) -> None:
+    machine.io(5, 3, op, times=4)
+    machine.error(5, 3, op, 10)
     machine.exit(5, "/a")
     machine.event(EventKind.MKDIR, 50, "/a")
-    machine.io(50, 3, 0)
-    assert machine.scrape().counts == {("/a", "sda", "read"): 5}
+    machine.io(50, 3, op)
+    assert machine.scrape().counts == {("/a", "sda", name): 5}
     scraped = machine.scrape_until_retention_is_over()
-    assert scraped.counts == {("/a", "sda", "read"): 5}
-    assert scraped.errors == {("/a", "sda", "read", "io"): 1}
+    assert scraped.counts == {("/a", "sda", name): 5}
+    assert scraped.errors == {("/a", "sda", name, "io"): 1}
     assert len(machine.maps["block_io"].entries) == 1
     machine.exit(50, "/a")
-    assert machine.scrape().counts == {("/a", "sda", "read"): 5}
+    assert machine.scrape().counts == {("/a", "sda", name): 5}
     assert machine.scrape_until_retention_is_over().counts == {}
 
 

@@ -122,6 +122,8 @@ class BlockIo(Probe):
         self._key = self._key_layout("block_io").pick("cgroup", "disk", "op")
         self._error_key = self._key_layout("block_io_errors").pick("cgroup", "disk", "op", "status")
         self._owner = self._key_layout("block_io").pick("cgroup", "disk")
+        disk_field = self._key_layout("block_io").fields["disk"]
+        self._owner_end = disk_field.offset + disk_field.size
         self._identity = self._key_layout("disk_index").pick("gendisk", "dev")
 
         self._hierarchy = Hierarchy(0, "")
@@ -299,8 +301,9 @@ class BlockIo(Probe):
                 owner = heirs.get(labels[0]) if cgroup in cgroups else cgroup
                 heir = disks.get(disk, disk)
                 if owner is not None and heir is not None:
-                    rest = key[self._owner.size :]
-                    self._bequeath(bpf_map, key, self._owner.pack(owner, heir) + rest)
+                    end = self._owner_end
+                    heirs_key = self._owner.pack(owner, heir)[:end] + key[end:]
+                    self._bequeath(bpf_map, key, heirs_key)
                 elif row := self.map(bpf_map).lookup_and_delete(key):
                     lost.append((labels, row))
             return lost
