@@ -532,6 +532,22 @@ def test_unknown_cgroup_is_other_from_then_on(cgroups: Cgroups) -> None:
     assert cgroups.counts == (0, 0)
 
 
+def test_cgroup_that_came_and_went_while_events_were_lost(cgroups: Cgroups) -> None:
+    """Nothing will ever tell that it went: its rows may not stay in the maps for ever."""
+    hierarchy = cgroups.hierarchies.io
+    assert cgroups.name(hierarchy, 77) == OTHER
+    assert cgroups.expired(0.0) == cgroups.expired(RETENTION_SECONDS - 1) == set()
+    assert cgroups.collapsed["no name"] == 1
+    gone = cgroups.expired(RETENTION_SECONDS)
+    assert gone == {(0, 77)}
+    cgroups.forget(gone, RETENTION_SECONDS)
+    assert cgroups.collapsed["no name"] == 0
+    assert cgroups.counts[1] == 0
+    # If it is there after all, as above the root of a cgroup namespace, it is other's again.
+    assert cgroups.name(hierarchy, 77) == OTHER
+    assert cgroups.collapsed["no name"] == 1
+
+
 def test_hierarchies_number_their_cgroups_each_on_its_own() -> None:
     io, task = Hierarchy(7, "/blkio"), Hierarchy(0, "/unified")
     cgroups = Cgroups(Hierarchies(io, task))

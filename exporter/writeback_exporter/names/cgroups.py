@@ -203,6 +203,9 @@ class _Tree:
     """Labels but OTHER, with the number of ids that have them."""
     collapsed: dict[int, str] = field(default_factory=dict)
     """Why an id has the label OTHER."""
+    nameless: set[int] = field(default_factory=set)
+    """Ids that came and went while events were lost, found in the maps since `expired`: nothing
+    will tell that they went."""
     evicted: deque[int] = field(default_factory=lambda: deque(maxlen=_EVICTED_LIMIT))
     """Ids whose names were given up, though their entries in the maps are still to go."""
 
@@ -295,6 +298,7 @@ class Cgroups:
         label = None if path is None else self.rules.label(_label(path))
         if path is None:
             tree.collapsed[cgroup] = "no name"
+            tree.nameless.add(cgroup)
         elif label is None:
             tree.collapsed[cgroup] = "rule"
         elif label not in tree.shown and len(tree.shown) >= self.rules.limit:
@@ -311,6 +315,9 @@ class Cgroups:
         gone = set()
         for tree in self._trees.values():
             gone |= {(tree.hierarchy.id, cgroup) for cgroup in tree.evicted}
+            for cgroup in tree.nameless - tree.live.keys():
+                tree.exited.setdefault(cgroup, _Exited("", now, now))
+            tree.nameless.clear()
             for cgroup, exited in tree.exited.items():
                 if exited.released_at is None:
                     over = now - exited.quiet_since >= DYING_SECONDS
