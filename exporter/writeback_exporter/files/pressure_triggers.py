@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from writeback_exporter.collector import Host
 from writeback_exporter.features import (
     NO_DESCRIPTOR,
-    RAISE_DESCRIPTORS,
     Feature,
     Refused,
+    descriptor_remedy,
     has_capability,
 )
 from writeback_exporter.files.base import Reader
@@ -329,7 +329,7 @@ def _refusal(
                 "systemd with ProtectControlGroups=no"
             )
         case errno.EMFILE | errno.ENFILE:
-            reason, remedy = NO_DESCRIPTOR, RAISE_DESCRIPTORS
+            reason, remedy = NO_DESCRIPTOR, descriptor_remedy(error.errno)
         case _:
             reason = "refused by the kernel"
             remedy = "take other limits, or do without"
