@@ -119,7 +119,9 @@ class Soak:
             self._witness: Witness | None = None
             if not self._step_clock:
                 self._witness = stack.enter_context(witness(directory))
-            self._exporter = stack.enter_context(lab.Exporter(*FLAGS))
+            # What others on this machine do in their cgroups is not of this soak: it is other's.
+            own = f"--cgroup.include=/|{self._world.label}(/.*)?"
+            self._exporter = stack.enter_context(lab.Exporter(*FLAGS, own))
             log = self._follow_log()
             self._disk = stack.enter_context(Loop(Disks.FIRST - 2, directory / "image-main")).disk
             below = stack.enter_context(Loop(Disks.FIRST - 1, directory / "image-files")).disk
@@ -146,6 +148,7 @@ class Soak:
             checks.Successes(),
             self._names,
             checks.Counters(self._world),
+            checks.Times(),
             self._ledger,
             self._growth,
             checks.Maps(),
@@ -203,8 +206,6 @@ class Soak:
                 assert b"Throttled" in self._exporter.get("/")
             if tell.rings(now):
                 self._tell()
-            for churner in self._churners:
-                assert not churner.failure, f"{churner.name}: {churner.failure!r}"
         self._growth.until = time.monotonic()
         self._stop_churners()
         print("all is quiet; waiting for what has gone to be forgotten", flush=True)
@@ -270,9 +271,7 @@ class Soak:
             churner.stop()
         for churner in self._churners:
             if churner.is_alive():
-                churner.join(60)
-                assert not churner.is_alive(), f"{churner.name} does not end"
-            assert not churner.failure, f"{churner.name}: {churner.failure!r}"
+                churner.join(180)
 
     def _check_disks(self, below: Disk, mount: Path) -> None:
         lab.sh("sync", "-f", mount)
@@ -317,8 +316,13 @@ class Soak:
             checks.TOLD,
             f"overflows, and times without descriptors; clock stepped {self._steps} times",
         )
+        failures = [
+            Row(f"churner {c.name}", "", "", BAD, repr(c.failure) if c.failure else "does not end")
+            for c in self._churners
+            if c.failure or c.is_alive()
+        ]
         checked = [row for check in self._checks for row in check.rows()]
-        return [churn, suffered, *checked, *self._rows]
+        return [churn, suffered, *failures, *checked, *self._rows]
 
 
 def table(rows: list[Row]) -> str:

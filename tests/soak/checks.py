@@ -282,6 +282,38 @@ class Successes(Check):
         )
 
 
+class Times(Check):
+    """No time is negative, and none is longer than the exporter has lived, whatever the clock is
+    set to."""
+
+    def __init__(self) -> None:
+        self._faults, self._seen = Faults(), 0
+        self._first: Moment | None = None
+        self._before: Moment | None = None
+
+    def see(self, moment: Moment) -> None:
+        before, self._before = self._before, moment
+        self._first = self._first or moment
+        lived = moment.at + moment.seconds - self._first.at + 60  # it was started before
+        for key, value in moment.samples.values.items():
+            series = moment.samples.series[key]
+            if series.name.endswith(("_open_seconds", "_oldest_seconds")):
+                self._seen += 1
+                if not 0 <= value <= lived:
+                    self._faults.add(f"{key} is {value:g}")
+            elif before and series.name.endswith("_seconds_sum"):
+                self._seen += 1
+                count = key.replace("_sum", "_count", 1)
+                events = moment.samples.values[count] - before.samples.values.get(count, 0)
+                seconds = value - before.samples.values.get(key, 0)
+                if events >= 0 and seconds > events * lived:
+                    self._faults.add(f"{key} grew by {seconds:g} s in {events:g} events")
+
+    def rows(self) -> Iterable[Row]:
+        note = self._faults.note("none was negative or longer than the exporter lived")
+        yield Row("times looked at", "", f"{self._seen:,}", self._faults.verdict, note)
+
+
 OF_FILES = (
     "writeback_pressure_waiting_",
     "writeback_pressure_stalled_",
@@ -320,7 +352,7 @@ class Counters(Check):
         if cgroup in ("", "/") or not series.name.startswith(OF_FILES):
             return False
         life = self._world.lives.get(cgroup)
-        return life is None or life.made_at >= since  # of a cgroup that is not ours we do not know
+        return life is not None and life.made_at >= since
 
     def rows(self) -> Iterable[Row]:
         yield Row(
@@ -366,9 +398,7 @@ class Names(Check):
         for cgroup in cgroups - {OTHER, UNATTRIBUTED, "/"}:
             life = self._world.lives.get(cgroup)
             if life is None:
-                # Others may have theirs beside ours.
-                if cgroup.startswith(self._world.label) or not cgroup.startswith("/"):
-                    self._unknown.add(f"cgroup {cgroup!r} never existed")
+                self._unknown.add(f"cgroup {cgroup!r} never existed")
             elif not life.there and moment.at - life.gone_at > kept:
                 self._stale.add(f"{cgroup} is there {moment.at - life.gone_at:.0f} s after it went")
         collapsed = samples.by("reason", "exporter_collapsed_cgroups")
@@ -378,9 +408,8 @@ class Names(Check):
             self._collapsed.add(
                 f"{collapsed['no name']:g} have no name, {may} of them for a reason"
             )
-        for reason in ("rule", "limit"):
-            if collapsed[reason]:
-                self._collapsed.add(f"{collapsed[reason]:g} are collapsed: {reason}")
+        if collapsed["limit"]:
+            self._collapsed.add(f"{collapsed['limit']:g} are beyond the limit")
         self._no_name = collapsed["no name"]
 
     def rows(self) -> Iterable[Row]:

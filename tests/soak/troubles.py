@@ -47,7 +47,7 @@ def overflow(exporter: lab.Exporter, world: World, doer: Doer, disk: Disk, numbe
     exporter.process.send_signal(signal.SIGSTOP)
     try:
         for i in range(_cgroups_that_fill(world)):
-            path = _burst(number, i)
+            path = _filling(number, i)
             world.make(path, world.task)
             world.remove(path, world.task)
         for path in removed:
@@ -69,13 +69,13 @@ def overflow(exporter: lab.Exporter, world: World, doer: Doer, disk: Disk, numbe
     )
 
 
-def _burst(number: int, i: int) -> str:
-    return f"/burst/{number}-{i:064x}"  # as long as a container's
+def _filling(number: int, i: int) -> str:
+    return f"/fill/{number}-{i:064x}"  # as long as a container's
 
 
 def _cgroups_that_fill(world: World) -> int:
     """Half as many again as the ring has room for."""
-    event = _EVENT_BYTES + len(world.label + _burst(0, 0))
+    event = _EVENT_BYTES + len(world.label + _filling(0, 0))
     return RING_BYTES * 3 // 2 // (event * _EVENTS)
 
 
