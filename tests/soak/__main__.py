@@ -336,11 +336,11 @@ def table(rows: list[Row]) -> str:
 
 def in_guest(minutes: float) -> int:
     """Runs this in a guest; its exit status."""
-    command = f"{sys.executable} -m tests.soak --minutes={minutes:g} --share={GUEST_SHARE} "
+    soak = f"{sys.executable} -m tests.soak --minutes={minutes:g} --share={GUEST_SHARE}"
     with tempfile.TemporaryDirectory(prefix="wbx-soak-") as out:
         result = vm.run(
             kernels.fetch(GUEST_KERNEL),
-            command + "--step-clock",
+            f"modprobe loop && {soak} --step-clock",
             out=Path(out),
             timeout=minutes * 60 + 900,
         )
