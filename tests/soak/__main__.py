@@ -114,7 +114,7 @@ class Soak:
 
     def run(self, directory: Path) -> list[Row]:
         with ExitStack() as stack:
-            self._world = World(stack)
+            self._world = World(stack, self._share)
             # Where completions are hidden from tracepoints; a guest's kernel hides none.
             self._witness: Witness | None = None
             if not self._step_clock:

@@ -48,7 +48,9 @@ class Life:
 class World:
     """The cgroups of the soak: a subtree in each hierarchy, all of one name."""
 
-    def __init__(self, stack: contextlib.ExitStack) -> None:
+    def __init__(self, stack: contextlib.ExitStack, share: float) -> None:
+        """`share` is of the usual pace at which things come and go."""
+        self.share = share
         hierarchies = lab.hierarchies()
         self.label = f"/wbx-soak-{os.getpid()}"
         self.io, self.task = hierarchies.io, hierarchies.task
@@ -200,7 +202,7 @@ class Churner(threading.Thread):
     """Does `turn` again and again until it is stopped, then `end`."""
 
     pause: ClassVar[float] = 0.0
-    """Seconds between turns."""
+    """Seconds between turns, at the usual pace."""
 
     def __init__(self, world: World, seed: int) -> None:
         super().__init__(name=type(self).__name__, daemon=True)
@@ -220,7 +222,7 @@ class Churner(threading.Thread):
     def run(self) -> None:
         try:
             with Doer(self.world) as self.doer:
-                while not self._stopped.wait(self.pause):
+                while not self._stopped.wait(self.pause / self.world.share):
                     with self._turning:
                         if not self.world.quiet.is_set():
                             self.turn()
