@@ -221,7 +221,8 @@ class Growth(Check):
             f"medians of first and last {third} of {len(self._warm)} scrapes, the latter at most "
             f"{_mb(allowed)}; trend {slope * 3600 / 1e6:+.1f} MB/h; cold {_mb(self._first.rss)}, "
             f"most {_mb(max(m.rss for m in self._warm))}, when all was quiet "
-            f"{_mb(self._last.rss)}; most names kept {max(names):,.0f}, in the first third {max(names[:third]):,.0f}",
+            f"{_mb(self._last.rss)}; most names kept {max(names):,.0f}, "
+            f"in the first third {max(names[:third]):,.0f}",
         )
         a, b = medians(lambda moment: moment.threads)
         most = max(m.threads for m in self._warm)
