@@ -7,6 +7,8 @@
 #   make build   prepare all and leave the program at .venv/bin/writeback-exporter
 #   make bpf     compile the BPF objects     make lint     ruff, mypy, clang-format, shellcheck
 #   make bench   measure (not part of test)  make wheel    dist/*.whl
+#   make soak    half an hour of churn and troubles around one exporter (not part of test); with
+#                SOAK_MINUTES=3 a quick look
 #   make dashboards   write dashboards, from dashboards/      make rules   alert rules, from alerts/
 #   make docs    write docs/metrics.md from the catalogue, docs/kernels.md from what guests say
 #   make pictures   draw docs/pictures from a run of the end-to-end test
@@ -50,7 +52,7 @@ MATRIX_PACKAGES := buildah lintian
 PROMTOOL = $(shell apt-cache show promtool >/dev/null 2>&1 && echo promtool)
 MONITORING = prometheus prometheus-alertmanager $(PROMTOOL)
 
-.PHONY: run build bpf test test-matrix lint unit host e2e guest bench dashboards rules docs pictures wheel deb clean
+.PHONY: run build bpf test test-matrix lint unit host e2e guest bench soak dashboards rules docs pictures wheel deb clean
 
 run: build
 	$(VENV)/bin/writeback-exporter
@@ -153,6 +155,12 @@ test-matrix: build $(VENV)/.tested build/packages.test build/packages.matrix \
 
 bench: build $(VENV)/.tested build/packages.test
 	$(VENV)/bin/python -m tests.bench
+
+SOAK_MINUTES ?= 30
+
+soak: build $(VENV)/.tested build/packages.test
+	$(VENV)/bin/python -m tests.soak --minutes=$(SOAK_MINUTES)
+	$(VENV)/bin/python -m tests.soak --minutes=$(SOAK_MINUTES) --guest
 
 dashboards: $(VENV)/.tested
 	$(VENV)/bin/python -m dashboards

@@ -361,7 +361,7 @@ class Exporter:
         )
         self.log: list[str] = []
         assert self.process.stderr is not None
-        patience = threading.Timer(60, self.process.kill)  # then its stderr ends
+        patience = threading.Timer(180, self.process.kill)  # then its stderr ends
         patience.start()
         try:
             for line in self.process.stderr:

@@ -20,7 +20,13 @@ class Refused(Exception):
 
 
 NO_DESCRIPTOR = "no descriptor"
-RAISE_DESCRIPTORS = "raise the limit of open files (systemd: LimitNOFILE=)"
+
+
+def descriptor_remedy(number: int) -> str:
+    """What to do about EMFILE, of this process, and ENFILE, of the machine."""
+    if number == errno.ENFILE:
+        return "raise fs.file-max (sysctl), or see who has so many files open (lsof)"
+    return "raise the limit of open files (systemd: LimitNOFILE=)"
 
 
 def raise_if_exhausted(error: OSError) -> None:
@@ -29,7 +35,9 @@ def raise_if_exhausted(error: OSError) -> None:
     if error.errno in (errno.EMFILE, errno.ENFILE):
         path = os.fsdecode(error.filename)
         raise Refused(
-            NO_DESCRIPTOR, f"cannot open {path}: {error.strerror}", RAISE_DESCRIPTORS
+            NO_DESCRIPTOR,
+            f"cannot open {path}: {error.strerror}",
+            descriptor_remedy(error.errno),
         ) from error
 
 

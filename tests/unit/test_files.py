@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
 import pytest
 
 from tests.unit.files import no_descriptors
-from writeback_exporter.features import Refused
+from writeback_exporter.features import Refused, raise_if_exhausted
 from writeback_exporter.files.base import content, keyed, nested
 
 
@@ -44,6 +45,17 @@ def test_content_where_no_file_can_be_opened(tmp_path: Path) -> None:
     with no_descriptors(), pytest.raises(Refused, match=r"file: Too many open files; raise"):
         content(str(tmp_path / "file"))
     assert content(str(tmp_path / "file")) == b"7"
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"), [(errno.EMFILE, "LimitNOFILE="), (errno.ENFILE, "fs.file-max")]
+)
+def test_whose_files_have_run_out(number: int, remedy: str) -> None:
+    """The process', or the machine's."""
+    with pytest.raises(Refused, match=remedy) as refused:
+        raise_if_exhausted(OSError(number, os.strerror(number), "/some/file"))
+    assert refused.value.reason == "no descriptor"
+    raise_if_exhausted(OSError(errno.ENOENT, "not there", "/some/file"))
 
 
 def test_keyed() -> None:

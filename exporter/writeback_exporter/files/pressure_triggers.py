@@ -24,9 +24,9 @@ from writeback_exporter import privileges
 from writeback_exporter.collector import Host
 from writeback_exporter.features import (
     NO_DESCRIPTOR,
-    RAISE_DESCRIPTORS,
     Feature,
     Refused,
+    descriptor_remedy,
 )
 from writeback_exporter.files.base import Reader
 from writeback_exporter.files.pressure import hierarchy_with_pressure, supported, totals
@@ -336,7 +336,7 @@ def _refusal(
                 "systemd with ProtectControlGroups=no"
             )
         case errno.EMFILE | errno.ENFILE:
-            reason, remedy = NO_DESCRIPTOR, RAISE_DESCRIPTORS
+            reason, remedy = NO_DESCRIPTOR, descriptor_remedy(error.errno)
         case _:
             reason = "refused by the kernel"
             remedy = "take other limits, or do without"

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from writeback_exporter import __version__, privileges
-from writeback_exporter.features import NO_DESCRIPTOR, RAISE_DESCRIPTORS, Refused
+from writeback_exporter.features import NO_DESCRIPTOR, Refused, descriptor_remedy
 from writeback_exporter.kernel import libbpf
 from writeback_exporter.kernel.layout import BadObject, ObjectFile
 from writeback_exporter.kernel.libbpf import BpfError, KernelBtf, LibbpfMissing, Object
@@ -205,7 +205,7 @@ def refusal(error: BpfError) -> Refused:
     """Why the kernel refused, and what to do."""
     # First: a program that the verifier has accepted, and said so, needs a descriptor still.
     if error.errno in (errno.EMFILE, errno.ENFILE):
-        return Refused(NO_DESCRIPTOR, str(error), RAISE_DESCRIPTORS)
+        return Refused(NO_DESCRIPTOR, str(error), descriptor_remedy(error.errno))
     # Where securityfs is not mounted, as in most containers, only the verifier's words tell.
     if re.search(r"(unknown func|cannot use helper) bpf_probe_read", "".join(error.log)):
         return _locked_down()
