@@ -158,6 +158,7 @@ def run(
     timeout: float = 300,
     append: str = "",
     modules: Sequence[str] = (),
+    count_instructions: bool = False,
     stop: threading.Event | None = None,
 ) -> Result:
     """Run the shell command `command` in the checkout, as root, in a guest that runs `kernel`.
@@ -165,8 +166,9 @@ def run(
     `out` is an existing directory, /out in the guest. `shares` are further directories of the host
     that the guest sees read-only at the same path; `objects` has BPF objects of another compiler,
     as $GUEST_OBJECTS has for all guests. `memory` is in bytes, `timeout` in seconds. `append` goes
-    to the kernel's command line, `modules` are loaded at boot besides MODULES. `stop`
-    ends the guest, with a GuestError.
+    to the kernel's command line, `modules` are loaded at boot besides MODULES. With
+    `count_instructions` the guest's clocks go on by a nanosecond an instruction, whatever the host
+    does meanwhile. `stop` ends the guest, with a GuestError.
 
     Nothing is left but the files in `out`: not after an exception either, and if this process is
     killed then the guest dies with it, and the next run removes its directory in /tmp. For that,
@@ -191,6 +193,7 @@ def run(
                     *("-chardev", f"socket,id=share,path={work / 'share'}"),
                     *("-device", "vhost-user-fs-pci,chardev=share,tag=host"),
                     *_disk_arguments(disks, work),
+                    *(("-icount", "shift=0") if count_instructions else ()),
                 ],
                 out / "qemu.log",
             ) as qemu,
