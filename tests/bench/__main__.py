@@ -3,7 +3,7 @@
 
     python -m tests.bench [NAME...] [--output FILE]
 
-They print Markdown. `--output` writes it as a document, once all have run: `make performance`.
+They print Markdown. `--output` writes it as a document: `make performance`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import os
 import platform
 import sys
 import time
@@ -28,17 +29,17 @@ from tests.bench import (
     bench_throughput,
     peers,
 )
-from tests.bench.tables import Goal, print_table, print_text
+from tests.bench.tables import Goal, filled, print_table, print_text
 from writeback_exporter import __version__
 
 BENCHES: dict[str, tuple[str, Callable[[Sequence[str]], list[Goal]]]] = {
     "events": ("Time an event", bench_bpf.main),
     "throughput": ("Throughput", bench_throughput.main),
-    "guest": ("bcc, in a guest", bench_guest.main),
     "process": ("The process", bench_process.main),
     "scrapes": ("Growth of a scrape", bench_scrape.main),
     "files": ("Files of cgroups", bench_files.main),
     "exposition": ("The writer against prometheus-client's", bench_exposition.main),
+    "guest": ("bcc, in a guest", bench_guest.main),
 }
 
 HEAD = """\
@@ -46,16 +47,23 @@ HEAD = """\
 <!-- Written by `make performance`. -->
 # What it costs
 
-One run of `make performance`, which measures as `make bench` does and writes this page. {machine};
-writeback-exporter {version}; {peers}; {date}.
+{run}
 
-How to read it: a ratio below 1 is in our favour. Ratios are medians of pairs that were measured
-moments apart, so that they hold on a busy machine too; nanoseconds and seconds are those of this
-machine, at that time. In brackets are quartiles. Where a peer answers less than we do, the text at
-its table says so: it is not the same work for less.
+{reading}
+
+{losses}
 
 ## Goals
 """
+RUN = """One run of `make performance`, which measures as `make bench` does and writes this page:
+{machine}; writeback-exporter {version}; Debian's {peers}; {date}. The load average of the last
+quarter of an hour was {load} at its end: above the number of CPUs, others were at work."""
+READING = """How to read it: a ratio below 1 is in our favour. Ratios are medians of pairs that
+were measured moments apart, so they hold on a busy machine too; nanoseconds and seconds are those
+of this machine at that time. Quartiles are in brackets, unless it is said otherwise. Where a peer
+answers less than we do the table says what: it is not the same work for less."""
+LOSSES = """Where we lose: in rows whose ratio is above 1, and in goals that FAIL. The text at each
+table says why."""
 
 
 def machine() -> str:
@@ -88,31 +96,35 @@ def main() -> int:
         parser.error("a document has all benches: no NAME beside --output")
     goals: list[Goal] = []
     failed: list[str] = []
-    begin = time.monotonic()
+    print(machine())
     with contextlib.redirect_stdout(_Both()) as body:
         for name in options.names or BENCHES:
             title, bench = BENCHES[name]
             print(f"\n## {title}")
             try:
                 goals += bench([])
-            except (Exception, SystemExit):
+            except (Exception, SystemExit) as error:
                 traceback.print_exc()
+                print_text(f"Did not run: {error}")
                 failed.append(name)
-    with contextlib.redirect_stdout(_Both()) as head:
-        print_text(f"{machine()}; {time.monotonic() - begin:.0f} s.")
+    with contextlib.redirect_stdout(_Both()) as reached:
         print_table("", ("goal", "measured", "wanted", ""), [goal.cells() for goal in goals])
+    if options.output:
+        options.output.write_text(_head() + reached.getvalue() + body.getvalue())
     if failed:
         print(f"did not run: {', '.join(failed)}", file=sys.stderr)
-        return 1
-    if options.output:
-        options.output.write_text(_head() + head.getvalue().partition(" s.\n")[2] + body.getvalue())
-    return 0
+    return int(bool(failed))
 
 
 def _head() -> str:
-    versions = ", ".join(f"{package} {peers.version(package)}" for package in peers.PACKAGES)
-    date = time.strftime("%-d %B %Y", time.gmtime())
-    return HEAD.format(machine=machine(), version=__version__, peers=versions, date=date)
+    run = RUN.format(
+        machine=machine(),
+        version=__version__,
+        peers=", ".join(f"{package} {peers.version(package)}" for package in peers.PACKAGES),
+        date=time.strftime("%-d %B %Y", time.gmtime()),
+        load=f"{os.getloadavg()[2]:.1f}",
+    )
+    return HEAD.format(run=filled(run), reading=filled(READING), losses=filled(LOSSES))
 
 
 if __name__ == "__main__":

@@ -472,13 +472,13 @@ of libbpf-tools use; for bpftrace the copy of the event's fields. "nothing" are 
 return: so much of each figure is the statistics' own clock. "usual design" answers the same as
 ours in the way that most tools are written (tests/bench/usual_design.bpf.c); other tools answer
 less, and none of them knows cgroups. Their commands are in tests/bench/peers.py."""
-LOSS = """bitesize alone is cheaper, for it has one event an IO and counts one thing; to the rest
-belongs that a kernel before 5.12 has no atomic instruction that returns what was there, so that
-ours then keeps requests in a hash map as others do."""
+LOSS = """What is above 1 has less to do: bitesize has one event an IO and counts one thing. Before
+5.12 the kernel has no atomic instruction that returns what was there, so ours then keeps requests
+in a hash map as others do: that is the most of what it takes more."""
 THROTTLED = """A pause of milliseconds precedes each event, so that every cache is cold: figures
-are high, and scatter. We lose here: besides what the usual design counts ours notes who sleeps
-now, which limit decided and the BDI's state, in three maps, and each is another cold line. Against
-a sleep of 10 ms that is less than a thousandth."""
+are high, and scatter. Besides what the usual design counts ours notes who sleeps now, which limit
+decided and the BDI's state, in three maps, and each is another cold line: hence a ratio above 1.
+Against a sleep of 10 ms it is less than a thousandth."""
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Goal]:

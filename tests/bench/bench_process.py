@@ -73,7 +73,7 @@ def megabytes(pid: int, key: str) -> float:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Of its threads that live: neither a server's here nor Go's end."""
+    """Of its threads that live; the exporter and Go keep theirs."""
     total = 0
     for thread in os.listdir(f"/proc/{pid}/task"):
         total += int(Path(f"/proc/{pid}/task/{thread}/schedstat").read_text().split()[0])

@@ -46,8 +46,13 @@ def print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) 
 
 
 def print_text(text: str) -> None:
-    """A paragraph, whatever its lines were."""
-    print("\n" + textwrap.fill(" ".join(text.split()), 100, break_on_hyphens=False), flush=True)
+    """A paragraph."""
+    print(f"\n{filled(text)}", flush=True)
+
+
+def filled(text: str) -> str:
+    """Whatever its lines were."""
+    return textwrap.fill(" ".join(text.split()), 100, break_on_hyphens=False)
 
 
 def spread(values: Sequence[float], digits: int = 2) -> str:
