@@ -145,7 +145,7 @@ bench:
 	$(VENV)/bin/python -m tests.bench $(ONLY)
 
 performance:
-	$(VENV)/bin/python -m tests.bench --output docs/performance.md
+	$(VENV)/bin/python -m tests.bench $(ONLY) --output docs/performance.md
 
 dashboards: $(VENV)/.tested
 	$(VENV)/bin/python -m dashboards

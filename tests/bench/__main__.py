@@ -3,7 +3,8 @@
 
     python -m tests.bench [NAME...] [--output FILE]
 
-They print Markdown. `--output` writes it as a document: `make performance`.
+They print Markdown. `--output` writes a document of all, those that are not named as they were
+measured last: `make performance`.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import json
 import os
 import platform
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tests.bench import (
@@ -55,9 +58,9 @@ HEAD = """\
 
 ## Goals
 """
-RUN = """One run of `make performance`, which measures as `make bench` does and writes this page:
-{machine}; writeback-exporter {version}; Debian's {peers}; {date}. The load average of the last
-quarter of an hour was {load} at its end: above the number of CPUs, others were at work."""
+RUN = """What `make performance` found, which measures as `make bench` does and writes this page:
+{machine}; writeback-exporter {version}; Debian's {peers}. At the end of each section is when it
+was measured; where the load average there is above the number of CPUs, others were at work."""
 READING = """How to read it: a ratio below 1 is in our favour. Ratios are medians of pairs that
 were measured moments apart, so they hold on a busy machine too; nanoseconds and seconds are those
 of this machine at that time. Quartiles are in brackets, unless it is said otherwise. Where a peer
@@ -76,6 +79,9 @@ def machine() -> str:
     )
 
 
+KEPT = Path(__file__).parents[2] / "build/bench/sections"
+
+
 class _Both(io.StringIO):
     """Keeps what is printed, and prints it."""
 
@@ -85,35 +91,65 @@ class _Both(io.StringIO):
         return super().write(text)
 
 
+@dataclass(frozen=True, slots=True)
+class Section:
+    """What a bench printed, and its goals as cells."""
+
+    text: str
+    goals: list[list[str]]
+
+
+def measured(name: str) -> Section:
+    """Runs a bench and keeps what it found."""
+    title, bench = BENCHES[name]
+    with contextlib.redirect_stdout(_Both()) as printed:
+        print(f"\n## {title}")
+        goals = [goal.cells() for goal in bench([])]
+        end = time.strftime("%-d %B %Y, %H:%M UTC", time.gmtime())
+        load, cpus = os.getloadavg()[1], os.cpu_count()
+        print_text(f"*{end}, load average of five minutes {load:.1f} on {cpus} CPUs.*")
+    KEPT.mkdir(parents=True, exist_ok=True)
+    section = Section(printed.getvalue(), goals)
+    (KEPT / name).write_text(json.dumps(asdict(section)))
+    return section
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHES)}")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write a document")
     options = parser.parse_args()
-    if unknown := set(options.names) - BENCHES.keys():
+    names: list[str] = options.names or list(BENCHES)
+    if unknown := set(names) - BENCHES.keys():
         parser.error(f"no bench is named {', '.join(unknown)}: there are {', '.join(BENCHES)}")
-    if options.output and options.names:
-        parser.error("a document has all benches: no NAME beside --output")
-    goals: list[Goal] = []
-    failed: list[str] = []
     print(machine())
-    with contextlib.redirect_stdout(_Both()) as body:
-        for name in options.names or BENCHES:
-            title, bench = BENCHES[name]
-            print(f"\n## {title}")
-            try:
-                goals += bench([])
-            except (Exception, SystemExit) as error:
-                traceback.print_exc()
-                print_text(f"Did not run: {error}")
-                failed.append(name)
-    with contextlib.redirect_stdout(_Both()) as reached:
-        print_table("", ("goal", "measured", "wanted", ""), [goal.cells() for goal in goals])
-    if options.output:
-        options.output.write_text(_head() + reached.getvalue() + body.getvalue())
+    goals: list[list[str]] = []
+    failed: list[str] = []
+    for name in names:
+        try:
+            goals += measured(name).goals
+        except (Exception, SystemExit):
+            traceback.print_exc()
+            failed.append(name)
+    _print_goals(goals)
     if failed:
         print(f"did not run: {', '.join(failed)}", file=sys.stderr)
-    return int(bool(failed))
+        return 1
+    if options.output:
+        options.output.write_text(document())
+    return 0
+
+
+def _print_goals(goals: list[list[str]]) -> None:
+    print_table("", ("goal", "measured", "wanted", ""), goals)
+
+
+def document() -> str:
+    """Of what was measured last of each. Raises FileNotFoundError where one never was."""
+    sections = [Section(**json.loads((KEPT / name).read_text())) for name in BENCHES]
+    with contextlib.redirect_stdout(io.StringIO()) as reached:
+        _print_goals([goal for section in sections for goal in section.goals])
+    return _head() + reached.getvalue() + "".join(section.text for section in sections)
 
 
 def _head() -> str:
@@ -121,8 +157,6 @@ def _head() -> str:
         machine=machine(),
         version=__version__,
         peers=", ".join(f"{package} {peers.version(package)}" for package in peers.PACKAGES),
-        date=time.strftime("%-d %B %Y", time.gmtime()),
-        load=f"{os.getloadavg()[2]:.1f}",
     )
     return HEAD.format(run=filled(run), reading=filled(READING), losses=filled(LOSSES))
 

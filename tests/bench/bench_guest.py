@@ -19,7 +19,7 @@ from tests.guest import kernels, vm
 KERNEL = "5.10"
 """The last one where Debian 12's bcc finds the functions that it wants: 6.1 forbids a kprobe in one
 of them, later ones have it inlined."""
-ROUNDS = 3
+ROUNDS = 2
 
 TEXT = """bcc's tools hang on kprobes of functions and compile C against the headers of the running
 kernel. So this is Debian's kernel {release}, the last one where the biolatency of Debian 12's bcc
@@ -45,18 +45,16 @@ def main(arguments: Sequence[str] | None = None) -> list[Goal]:
     with tempfile.TemporaryDirectory(prefix="writeback-out.") as out:
         result = vm.run(
             kernel,
-            " && ".join([*links, f"{shlex.join(command)} 2>/out/stderr"]),
+            " && ".join([*links, shlex.join(command)]),
             out=Path(out),
             shares=[headers],
             memory=2 << 30,
             cpus=1,
             count_instructions=True,
-            timeout=600,
+            timeout=900,
         )
-        if result.exit_code:
-            errors = Path(out, "stderr")
-            said = errors.read_text() if errors.exists() else result.output
-            raise vm.GuestError(f"the bench ended with {result.exit_code}:\n{said}")
+    if result.exit_code:
+        raise vm.GuestError(f"the bench ended with {result.exit_code}: {result.output}")
     print(result.output)
     return []
 

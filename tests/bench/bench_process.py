@@ -19,7 +19,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -305,14 +305,19 @@ def idle(seconds: int) -> Iterator[Goal]:
 def disks(counts: Sequence[int]) -> None:
     rows: list[list[str]] = []
     with lab.Exporter() as exporter, ExitStack() as stack:
-        stack.enter_context(no_new_loop_devices())
+        before = loop_devices()
         made: list[lab.Disk] = []
         for count in counts:
             while len(made) < count:
                 place = stack.enter_context(
                     tempfile.TemporaryDirectory(prefix="wbx-bench-", dir="/dev/shm")
                 )
-                made.append(stack.enter_context(lab.loop_disk(Path(place), 1 << 20)))
+                disk = lab.loop_disk(Path(place), 1 << 20)
+                with ExitStack() as this:
+                    made.append(this.enter_context(disk))
+                    if made[-1].name not in before:
+                        stack.callback(remove, made[-1])
+                    stack.push(this.pop_all())
                 for code in (lab.DIRECT_WRITER, lab.DIRECT_READER):
                     lab.run_in([], code, made[-1].path, 4096, 1, 0)
             taken = scrape(exporter.process.pid, f"{exporter.url}/metrics")
@@ -320,20 +325,14 @@ def disks(counts: Sequence[int]) -> None:
     print_table("Growth with disks that are in use", ("disks", *SCRAPE_HEAD), rows)
 
 
-@contextmanager
-def no_new_loop_devices() -> Iterator[None]:
-    """Takes away again those that losetup made."""
+def loop_devices() -> set[str]:
+    return {path.name for path in Path("/sys/block").glob("loop*")}
 
-    def devices() -> set[int]:
-        return {int(path.name[4:]) for path in Path("/sys/block").glob("loop*")}
 
-    before = devices()
-    try:
-        yield
-    finally:
-        with open("/dev/loop-control") as control:
-            for number in devices() - before:
-                fcntl.ioctl(control, 0x4C81, number)  # LOOP_CTL_REMOVE
+def remove(disk: lab.Disk) -> None:
+    """Takes away a loop device that losetup made, unless somebody else has it by now."""
+    with open("/dev/loop-control") as control, suppress(OSError):
+        fcntl.ioctl(control, 0x4C81, int(disk.name.removeprefix("loop")))  # LOOP_CTL_REMOVE
 
 
 _PER_CPU = {5, 6, 10, 21}  # BPF_MAP_TYPE_PERCPU_*, include/uapi/linux/bpf.h

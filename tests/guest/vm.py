@@ -371,7 +371,7 @@ def _wait(
         if virtiofsd.poll() is not None:
             # It ends when QEMU does. A guest without it would hang until the timeout.
             try:
-                qemu.wait(1)
+                qemu.wait(5)  # 1 s is too little where ten processes want a CPU
             except subprocess.TimeoutExpired:
                 return f"virtiofsd stopped with {virtiofsd.returncode}"
         if stop and stop.is_set():
