@@ -30,7 +30,7 @@ def test_metrics_reference_is_up_to_date() -> None:
 DOCUMENTS = [
     *("README.md", "CHANGELOG.md", "bpf/README.md"),
     *("docs/identity.md", "docs/cardinality.md", "docs/installation.md", "docs/troubleshooting.md"),
-    "docs/security.md",
+    *("docs/security.md", "docs/performance.md"),
     *("docs/runbooks/README.md", "alerts/README.md", "dashboards/README.md"),
 ]
 
