@@ -6,7 +6,8 @@
 #
 #   make build   prepare all and leave the program at .venv/bin/writeback-exporter
 #   make bpf     compile the BPF objects     make lint     ruff, mypy, clang-format, shellcheck
-#   make bench   measure (not part of test)  make wheel    dist/*.whl
+#   make bench   measure (not part of test); ONLY="events process" parts of it
+#   make performance   measure, and write docs/performance.md     make wheel    dist/*.whl
 #   make soak    half an hour of churn and troubles around one exporter (not part of test); with
 #                SOAK_MINUTES=3 a quick look
 #   make dashboards   write dashboards, from dashboards/      make rules   alert rules, from alerts/
@@ -51,8 +52,10 @@ MATRIX_PACKAGES := buildah lintian
 # of its own from Debian 13 on; before, it is in prometheus.
 PROMTOOL = $(shell apt-cache show promtool >/dev/null 2>&1 && echo promtool)
 MONITORING = prometheus prometheus-alertmanager $(PROMTOOL)
+# What the bench measures beside us; their libraries come with clang.
+PEERS := libbpf-tools bpfcc-tools python3-bpfcc libbpfcc bpftrace prometheus-node-exporter
 
-.PHONY: run build bpf test test-matrix lint unit host e2e guest bench soak dashboards rules docs pictures wheel deb clean
+.PHONY: run build bpf test test-matrix lint unit host e2e guest bench performance soak dashboards rules docs pictures wheel deb clean
 
 run: build
 	$(VENV)/bin/writeback-exporter
@@ -101,14 +104,22 @@ build/packages.matrix: Makefile | build/packages.deb
 build/packages.test: Makefile | build/packages.build
 	$(call install,$(TEST_PACKAGES))
 
-# apt fetches as another user where it can, which may not write here; it says so and does it itself.
-build/monitoring/.unpacked: Makefile | build/packages.build
+# $(call unpack,PACKAGES): below the target's directory. apt fetches as another user where it can,
+# which may not write here; it says so and does it itself.
+define unpack
 	rm -rf $(@D)
 	mkdir -p $(@D)
 	[ $$(id -u) != 0 ] || apt-get update -qq
-	cd $(@D) && apt-get download -qq $(MONITORING) 2>&1 | { grep -v unsandboxed || true; }
+	cd $(@D) && apt-get download -qq $(1) 2>&1 | { grep -v unsandboxed || true; }
 	for package in $(@D)/*.deb; do dpkg-deb -x $$package $(@D); done
 	@touch $@
+endef
+
+build/monitoring/.unpacked: Makefile | build/packages.build
+	$(call unpack,$(MONITORING))
+
+build/peers/.unpacked: Makefile | build/packages.build
+	$(call unpack,$(PEERS))
 
 $(VENV)/.manifests: $(VENV)/.tested
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check -e '.[manifests]'
@@ -153,8 +164,13 @@ test-matrix: build $(VENV)/.tested build/packages.test build/packages.matrix \
 		build/monitoring/.unpacked $(VENV)/.manifests $(MANIFESTS)
 	GUEST_KERNELS="5.10 6.1 6.12 6.18 7.3" $(VENV)/bin/python -m pytest tests/guest tests/matrix
 
-bench: build $(VENV)/.tested build/packages.test
-	$(VENV)/bin/python -m tests.bench
+bench performance: build $(VENV)/.tested build/packages.test build/peers/.unpacked
+
+bench:
+	$(VENV)/bin/python -m tests.bench $(ONLY)
+
+performance:
+	$(VENV)/bin/python -m tests.bench $(ONLY) --output docs/performance.md
 
 SOAK_MINUTES ?= 30
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests import lab
-from tests.bench.tables import Reach, print_table
+from tests.bench.tables import Goal, print_table, print_text
 from writeback_exporter.collector import Host
 from writeback_exporter.exporter import COLLECTORS
 from writeback_exporter.files.base import Reader, content
@@ -37,6 +37,9 @@ ROUNDS = 7
 CPU_SECONDS = 0.3
 READERS = ("cgroup_io", "cgroup_memory", "pressure")
 ACCEPT = "application/openmetrics-text;version=1.0.0"  # what Prometheus asks for first
+
+TEXT = """Three ways to read files of cgroups, CPU time. Kept files would cost less than half, and
+the kernel's memory 4.4 KB each, 75 MB for the 17,000 of 1,000 cgroups."""
 
 FILES: tuple[tuple[Callable[[Hierarchies], Hierarchy | None], tuple[str, ...]], ...] = (
     (lambda found: found.memory, ("memory.stat", "memory.current", "memory.usage_in_bytes")),
@@ -173,10 +176,11 @@ def cost(reader: Reader, host: Host) -> Cost:
         reader.close()
 
 
-def main(arguments: Sequence[str] | None = None) -> list[Reach]:
-    """Measures and prints; what is to be reached."""
+def main(arguments: Sequence[str] | None = None) -> list[Goal]:
+    """Measures and prints; the goals."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--cgroups", type=int, default=CGROUPS)
+    print_text(TEXT)
     count: int = parser.parse_args(arguments).cgroups
     _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
@@ -207,9 +211,8 @@ def main(arguments: Sequence[str] | None = None) -> list[Reach]:
         ],
     )
     total = sum(c.fill + c.render for c in costs.values()) * CGROUPS / count
-    return [Reach(f"files of {CGROUPS:,} cgroups, read and written", total, CPU_SECONDS, "CPU s")]
+    return [Goal(f"files of {CGROUPS:,} cgroups, read and written", total, CPU_SECONDS, "CPU s")]
 
 
 if __name__ == "__main__":
-    for reach in main():
-        print(reach)
+    main()

@@ -121,6 +121,15 @@ int usual_issue(__u64 *ctx)
 	return 0;
 }
 
+static __always_inline struct gendisk *disk_of(struct request *rq)
+{
+	struct request___before_5_17 *old = (void *)rq;
+
+	if (bpf_core_field_exists(old->rq_disk))
+		return BPF_CORE_READ(old, rq_disk);
+	return BPF_CORE_READ(rq, q, disk);
+}
+
 SEC("tp_btf/block_rq_complete")
 int usual_complete(__u64 *ctx)
 {
@@ -134,7 +143,7 @@ int usual_complete(__u64 *ctx)
 	stamps = bpf_map_lookup_elem(&start, &rq);
 	if (!stamps)
 		return 0;
-	disk = BPF_CORE_READ(rq, q, disk);
+	disk = disk_of(rq);
 	key.dev = BPF_CORE_READ(disk, major) << 20 | BPF_CORE_READ(disk, first_minor);
 	key.op = BPF_CORE_READ(rq, cmd_flags) & REQ_OP_MASK;
 	if (!per_device)

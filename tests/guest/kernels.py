@@ -13,6 +13,7 @@ apt uses.
         6.1.192-1/      complete as soon as it exists, for it is renamed into place
           vmlinuz
           lib/modules/6.1.0-53-cloud-amd64/
+          headers/    build, source and what they lead to; once a bench has asked
 """
 
 import fcntl
@@ -128,6 +129,23 @@ def fetch(name: str) -> Kernel:
             ) from error
 
 
+def headers(kernel: Kernel) -> Path:
+    """A directory with "build" and "source", as /lib/modules/RELEASE has them where the kernel's
+    headers are installed: what bcc compiles against. Cached beside the kernel. Raises
+    KernelUnavailable."""
+    store = _Store(kernel.name, ARCHITECTURES[platform.machine()])
+    ready = kernel.directory / "headers"
+    with locked(store.directory):
+        if not ready.is_dir():
+            try:
+                store.add_headers(kernel, ready)
+            except AptError as error:
+                raise KernelUnavailable(
+                    f"headers of kernel {kernel.release}: apt could not fetch them: {error}"
+                ) from error
+    return ready
+
+
 class _Store:
     """The cached versions of one kernel series on one architecture, and the way to newer ones."""
 
@@ -178,6 +196,21 @@ class _Store:
                 shutil.rmtree(old.parent)
         return current
 
+    def add_headers(self, kernel: Kernel, ready: Path) -> None:
+        """Fetches the kernel's headers and makes the directory `ready` of them. Raises AptError."""
+        with tempfile.TemporaryDirectory(prefix="partial.", dir=self.directory) as partial:
+            apt = _Apt(Path(partial), self.architecture, SUITES[self.name])
+            apt.update()
+            package = f"linux-headers-{kernel.release}"
+            apt.download(package, kernel.version, r"\blinux-headers-[^\s,|]+-common\b")
+            made = Path(partial) / "headers"
+            for archive in sorted(apt.downloads.glob("*.deb")):
+                answer(["dpkg-deb", "--extract", str(archive), str(made)])
+            (common,) = (made / "usr/src").glob("linux-headers-*-common")
+            (made / "build").symlink_to(f"usr/src/{package}")
+            (made / "source").symlink_to(f"usr/src/{common.name}")
+            made.rename(ready)
+
 
 class _Apt:
     """apt with a private state below `state`: nothing of the system's is read but its mirrors."""
@@ -214,9 +247,13 @@ class _Apt:
         }
         self._options = [f"-o{key}={value}" for key, value in settings.items()]
 
+    def update(self) -> None:
+        """Fetches the lists. Raises AptError."""
+        answer(["apt-get", *self._options, "-q", "update"])
+
     def newest(self, pattern: str) -> tuple[str, str]:
         """Name and version of the newest package whose name matches. Raises AptError."""
-        answer(["apt-get", *self._options, "-q", "update"])
+        self.update()
         names = answer(["apt-cache", *self._options, "pkgnames", "linux-image-"]).split()
         names = [name for name in names if re.fullmatch(pattern, name)]
         if not names:

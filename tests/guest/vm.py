@@ -158,6 +158,7 @@ def run(
     timeout: float = 300,
     append: str = "",
     modules: Sequence[str] = (),
+    count_instructions: bool = False,
     stop: threading.Event | None = None,
     root: Path | None = None,
 ) -> Result:
@@ -166,8 +167,9 @@ def run(
     `out` is an existing directory, /out in the guest. `shares` are further directories of the host
     that the guest sees read-only at the same path; `objects` has BPF objects of another compiler,
     as $GUEST_OBJECTS has for all guests. `memory` is in bytes, `timeout` in seconds. `append` goes
-    to the kernel's command line, `modules` are loaded at boot besides MODULES. `stop`
-    ends the guest, with a GuestError.
+    to the kernel's command line, `modules` are loaded at boot besides MODULES. With
+    `count_instructions` the guest's clocks go on by a nanosecond an instruction, whatever the host
+    does meanwhile. `stop` ends the guest, with a GuestError.
 
     `root` is a root directory with systemd, which is the guest's in place of the host's userland,
     checkout, `shares` and `objects`: systemd boots it, and runs the command, in /, as a service.
@@ -197,6 +199,7 @@ def run(
                     *("-chardev", f"socket,id=share,path={work / 'share'}"),
                     *("-device", "vhost-user-fs-pci,chardev=share,tag=host"),
                     *_disk_arguments(disks, work),
+                    *(("-icount", "shift=0") if count_instructions else ()),
                 ],
                 out / "qemu.log",
             ) as qemu,
@@ -388,7 +391,7 @@ def _wait(
         if virtiofsd.poll() is not None:
             # It ends when QEMU does. A guest without it would hang until the timeout.
             try:
-                qemu.wait(1)
+                qemu.wait(5)  # 1 s is too little where ten processes want a CPU
             except subprocess.TimeoutExpired:
                 return f"virtiofsd stopped with {virtiofsd.returncode}"
         if stop and stop.is_set():

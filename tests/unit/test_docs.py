@@ -36,7 +36,7 @@ DOCUMENTS = [
     *("README.md", "README.zh-CN.md", "CONTRIBUTING.md", "CHANGELOG.md", "bpf/README.md"),
     *("docs/operating.md", "docs/architecture.md"),
     *("docs/identity.md", "docs/cardinality.md", "docs/installation.md", "docs/troubleshooting.md"),
-    "docs/security.md",
+    *("docs/security.md", "docs/performance.md"),
     *("docs/runbooks/README.md", "alerts/README.md", "dashboards/README.md"),
 ]
 
