@@ -108,14 +108,17 @@ STEPS = {
         systemctl daemon-reload
     """,
     "kill": f"""
-        {QUICK}
         systemctl kill -s KILL {UNIT}
+        python3 -I /out/write.py /dev/vdb 4096 5 0
         until [ $(systemctl show -P NRestarts {UNIT}) = 1 ] && systemctl is-active {UNIT}; do
             sleep 0.5
         done
         {STATE}
     """,
+    "count-on": "python3 -I /out/scrape.py patient",
+    "journal-on": f"journalctl -u {UNIT} -t {UNIT} -o cat",
     "stop": f"""
+        {QUICK}
         systemctl stop {UNIT}
         {STATE}
         ls -d /sys/fs/bpf/{UNIT}
@@ -263,8 +266,14 @@ def test_the_score_is_the_documented_one(steps: dict[str, Step], step: str, word
     assert re.findall(rf"{words} ([0-9]+\.[0-9]+)", text) == [score]
 
 
-def test_it_is_started_again_after_it_was_killed(steps: dict[str, Step]) -> None:
+def test_it_is_started_again_after_it_was_killed_and_counts_on(steps: dict[str, Step]) -> None:
     assert steps["kill"].values("ActiveState") == ["active"]
+    counted = Scrape(steps["count-on"].output) - Scrape(steps["scrape"].output)
+    assert counted.sum("block_io_device_seconds_count", device="vdb", op="write") == 12
+    assert "going on with the counts of the last run: " in steps["journal-on"].output
+    assert (
+        Scrape(steps["count-on"].output).sum("exporter_feature_available", feature="bpf_pin") == 1
+    )
 
 
 def test_it_stops_and_leaves_its_pins(steps: dict[str, Step]) -> None:
