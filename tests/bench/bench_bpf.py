@@ -471,7 +471,8 @@ Left out is what comes before a program: nearly nothing at typed tracepoints, wh
 of libbpf-tools use; for bpftrace the copy of the event's fields. "nothing" are programs that only
 return: so much of each figure is the statistics' own clock. "usual design" answers the same as
 ours in the way that most tools are written (tests/bench/usual_design.bpf.c); other tools answer
-less, and none of them knows cgroups. Their commands are in tests/bench/peers.py."""
+less, and of block IO none of them tells cgroups apart. Their commands are in
+tests/bench/peers.py."""
 LOSS = """What is above 1 has less to do: bitesize has one event an IO and counts one thing. Before
 5.12 the kernel has no atomic instruction that returns what was there, so ours then keeps requests
 in a hash map as others do: that is the most of what it takes more."""
