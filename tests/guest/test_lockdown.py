@@ -46,7 +46,7 @@ def test_confidentiality(kernel: kernels.Kernel, tmp_path: Path) -> None:
     scrape = run(kernel, "confidentiality", DOCTORS, tmp_path)
     why = reasons(scrape)
     assert {why[name] for name in BPF} == {"lockdown"}
-    assert {why[name] for name in FILES} == {""}
+    assert {why[name] for name in (*FILES, "bdi_debugfs")} == {""}
     successes = scrape.select("exporter_collector_success")
     assert set(successes.values()) == {1}
     assert scrape.values("exporter_collector_success", "collector") >= FILES
@@ -65,6 +65,6 @@ def test_confidentiality(kernel: kernels.Kernel, tmp_path: Path) -> None:
 def test_integrity(kernel: kernels.Kernel, tmp_path: Path) -> None:
     """As secure boot sets it: all main signals work."""
     scrape = run(kernel, "integrity", "true", tmp_path)
-    assert {reasons(scrape)[name] for name in BPF | FILES} == {""}
+    assert {reasons(scrape)[name] for name in (*BPF, *FILES, "bdi_debugfs")} == {""}
     labels = {"cgroup": "/locked", "device": "vdb"}
     assert scrape.sum("block_io_size_bytes_count", **labels) == 40

@@ -133,7 +133,7 @@ class Bdis(Reader):
         raise Refused(
             "unreadable",
             f"no file stats in {directory} can be read",
-            "use a kernel that is not locked down, or do without",
+            "allow it in the container's LSM, or do without",
         )
 
     def read(self) -> None:
