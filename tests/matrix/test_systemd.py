@@ -147,10 +147,10 @@ STEPS = {
         systemctl enable {UNIT}.socket
         systemctl restart {UNIT}
         {STATE}
-        cat /proc/$(systemctl show -P MainPID {UNIT})/status
         readlink /proc/1/ns/net /proc/$(systemctl show -P MainPID {UNIT})/ns/net
     """,
     "wait": "python3 -I /out/scrape.py once",
+    "rights": f"cat /proc/$(systemctl show -P MainPID {UNIT})/status",
     "upgrade": f"""
         {QUICK}
         dpkg --install /out/package.deb
@@ -296,8 +296,8 @@ def test_drop_ins_give_what_they_are_for(steps: dict[str, Step]) -> None:
     granted, kept = (
         sum(1 << number for number in numbers) for numbers in ((39, 38, 2, 19, 24, 1), (2, 19))
     )
-    assert steps["more"].values("CapBnd") == [f"{granted:016x}"]
-    assert steps["more"].values("CapEff") == [f"{kept:016x}"]
+    assert steps["rights"].values("CapBnd") == [f"{granted:016x}"]
+    assert steps["rights"].values("CapEff") == [f"{kept:016x}"]
     assert before.sum("exporter_feature_available", feature="bdi_debugfs") == 0
     assert after.sum("exporter_feature_available", feature="bdi_debugfs") == 1
     assert after.sum("exporter_feature_available", feature="pressure_triggers") == 1
