@@ -14,6 +14,8 @@ anything fails. How long a figure is allowed to take follows from the exporter's
 series of a cgroup or disk that has gone stay for RETENTION_SECONDS (names/cgroups.py), so until
 then memory grows with the churn, and only after that it must be flat.
 
-On a hybrid host all is below cgroups of its own, and nothing of the machine as a whole is touched.
-The guest has cgroup v2 alone, with fentry, and its clock is stepped by hours all the time.
+On a host all is below cgroups of its own, and nothing of the machine as a whole is touched. What
+others do there is collapsed (--cgroup.include), yet costs memory: a quiet machine tells most. All
+else is as by default, with every collector that the machine allows. The guest has cgroup v2 alone,
+with fentry, and its clock is stepped by hours all the time.
 """

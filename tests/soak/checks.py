@@ -585,7 +585,8 @@ def block_io(ledger: Ledger, truths: Mapping[str, Truth], *stayed: lab.Disk) -> 
         ops = ("read", "write", "discard")
         counted = {op: ledger.requests(name, op) for op in ops}
         true = {op: (truth.requests[op], truth.bytes[op]) for op in ops}
-        # A flush is one to us. 6.18 has none among its writes, 7.3 some, as writes of no bytes.
+        # An fsync with nothing to commit is an empty flush: to diskstats also a write of no bytes
+        # (6.18, 7.3), to us a flush alone.
         flushes, _ = ledger.requests(name, "flush")
         requests = sum(n for n, _ in counted.values())
         expected = sum(truth.requests.values()) - truth.hidden
