@@ -81,7 +81,7 @@ def test_kills_while_tasks_call_fsync_and_are_throttled(tmp_path: Path) -> None:
     # instruction, and another task's event on that CPU is then lost (bpf/preempt.h).
     missed = {
         name: sum(
-            count
+            int(count)
             for series, count in scrape.select("exporter_program_missed_total").items()
             if dict(series)["program"].startswith(f"{name}/")
         )
