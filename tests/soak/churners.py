@@ -452,8 +452,8 @@ class Disks(Churner):
     have left, and names that never come again."""
 
     pause = 3.0
-    FIRST = 400
-    """Of the numbers of these devices: far from losetup's."""
+    FIRST = 1000 + os.getpid() % 500 * 1000
+    """Of the numbers of these devices: far from losetup's, and from another soak's."""
 
     def __init__(
         self, world: World, seed: int, directory: Path, hidden: Callable[[Disk], int]
