@@ -313,7 +313,9 @@ def _relocations(btf: bytes, extension: bytes) -> list[tuple[str, int, int, str,
 
     header, *_, offset, size = struct.unpack_from("=4xIIIIIII", extension)
 
-    found = []
+    found: list[tuple[str, int, int, str, int]] = []
+    if not size:  # a program that reads nothing of the kernel's
+        return found
     position, end = header + offset, header + offset + size
     (record,) = struct.unpack_from("=I", extension, position)
     position += 4
