@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import gzip
 import os
+import platform
 import re
 import signal
 import subprocess
@@ -498,3 +499,37 @@ def rights(process: int) -> dict[str, Rights]:
 def with_mounts(*commands: str) -> tuple[str, ...]:
     """Runs a command where these shell commands have changed the mounts, for it alone."""
     return ("unshare", "--mount", "sh", "-c", " && ".join((*commands, 'exec "$@"')), "sh")
+
+
+_DENY = """
+import ctypes, os, struct, sys
+call, error, *first = map(int, sys.argv[1].split())
+compare = [(0x20, 0, 0, 0), (0x15, 0, 3 if first else 1, call)]  # the number of the system call
+if first:
+    compare += [(0x20, 0, 0, 16), (0x15, 0, 1, first[0])]  # its first argument
+filter = b"".join(
+    struct.pack("=HBBI", *instruction)
+    for instruction in (
+        *compare,
+        (0x06, 0, 0, 0x00050000 | error),  # SECCOMP_RET_ERRNO
+        (0x06, 0, 0, 0x7FFF0000),  # SECCOMP_RET_ALLOW
+    )
+)
+buffer = ctypes.create_string_buffer(filter, len(filter))
+class Program(ctypes.Structure):
+    _fields_ = ("length", ctypes.c_ushort), ("filter", ctypes.c_void_p)
+program = Program(len(filter) // 8, ctypes.addressof(buffer))
+libc = ctypes.CDLL(None)
+assert libc.prctl(38, 1, 0, 0, 0) == 0  # PR_SET_NO_NEW_PRIVS
+assert libc.prctl(22, 2, ctypes.byref(program), 0, 0) == 0  # PR_SET_SECCOMP, a filter
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
+BPF_CALL = {"x86_64": 321, "aarch64": 280}[platform.machine()]
+BPF_OBJ_PIN = 6  # include/uapi/linux/bpf.h
+
+
+def denied(call: int, error: int, *first: int) -> tuple[str, ...]:
+    """Runs a command under a seccomp filter that answers a system call with an error, if it is one
+    with that first argument."""
+    numbers = " ".join(map(str, (call, error, *first)))
+    return (sys.executable, "-I", "-S", "-c", _DENY, numbers)

@@ -4,11 +4,10 @@ does not need it goes on, and nothing is exported that is not so."""
 
 from __future__ import annotations
 
+import errno
 import http.client
 import os
-import platform
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -40,29 +39,7 @@ def successes(scrape: lab.Scrape) -> dict[str, float]:
 
 # Rights -----------------------------------------------------------------------------------------
 
-NO_BPF = """
-import ctypes, os, struct, sys
-number = int(sys.argv[1])
-filter = b"".join(
-    struct.pack("=HBBI", *instruction)
-    for instruction in (
-        (0x20, 0, 0, 0),  # load the number of the system call
-        (0x15, 0, 1, number),
-        (0x06, 0, 0, 0x00050001),  # SECCOMP_RET_ERRNO, EPERM
-        (0x06, 0, 0, 0x7FFF0000),  # SECCOMP_RET_ALLOW
-    )
-)
-buffer = ctypes.create_string_buffer(filter, len(filter))
-class Program(ctypes.Structure):
-    _fields_ = ("length", ctypes.c_ushort), ("filter", ctypes.c_void_p)
-program = Program(len(filter) // 8, ctypes.addressof(buffer))
-libc = ctypes.CDLL(None)
-assert libc.prctl(38, 1, 0, 0, 0) == 0  # PR_SET_NO_NEW_PRIVS
-assert libc.prctl(22, 2, ctypes.byref(program), 0, 0) == 0  # PR_SET_SECCOMP, a filter
-os.execvp(sys.argv[2], sys.argv[2:])
-"""
-BPF_CALL = {"x86_64": "321", "aarch64": "280"}[platform.machine()]
-WITHOUT_BPF = (sys.executable, "-I", "-S", "-c", NO_BPF, BPF_CALL)
+WITHOUT_BPF = lab.denied(lab.BPF_CALL, errno.EPERM)
 
 
 def test_bpf_that_seccomp_refuses() -> None:

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
 import shutil
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 
 from tests import lab
-from tests.host.test_failures import BPF_CALL
 from tests.host.witness import Witness
 from tests.lab import DIRECT_WRITER, PROGRAM, Cgroup, Disk, Scrape
 from tests.waiting import wait_for
@@ -330,34 +329,9 @@ def test_read_only(bpffs: Path, pins: Path, plugged: Disk) -> None:
     assert f"pins cannot be made in {pins}: Read-only file system" in refused(pins)
 
 
-NO_ROOM = """
-import ctypes, os, struct, sys
-number = int(sys.argv[1])
-filter = b"".join(
-    struct.pack("=HBBI", *instruction)
-    for instruction in (
-        (0x20, 0, 0, 0),  # load the number of the system call
-        (0x15, 0, 3, number),
-        (0x20, 0, 0, 16),  # its first argument
-        (0x15, 0, 1, 6),  # BPF_OBJ_PIN
-        (0x06, 0, 0, 0x0005001C),  # SECCOMP_RET_ERRNO, ENOSPC
-        (0x06, 0, 0, 0x7FFF0000),  # SECCOMP_RET_ALLOW
-    )
-)
-buffer = ctypes.create_string_buffer(filter, len(filter))
-class Program(ctypes.Structure):
-    _fields_ = ("length", ctypes.c_ushort), ("filter", ctypes.c_void_p)
-program = Program(len(filter) // 8, ctypes.addressof(buffer))
-libc = ctypes.CDLL(None)
-assert libc.prctl(38, 1, 0, 0, 0) == 0  # PR_SET_NO_NEW_PRIVS
-assert libc.prctl(22, 2, ctypes.byref(program), 0, 0) == 0  # PR_SET_SECCOMP, a filter
-os.execvp(sys.argv[2], sys.argv[2:])
-"""
-
-
 def test_no_room_for_pins(pins: Path, plugged: Disk) -> None:
     """bpffs has no limit of its own, so that it is never full of itself."""
-    prefix = (sys.executable, "-I", "-S", "-c", NO_ROOM, BPF_CALL)
+    prefix = lab.denied(lab.BPF_CALL, errno.ENOSPC, lab.BPF_OBJ_PIN)
     with lab.Exporter(f"--bpf.pin={pins}", prefix=prefix) as exporter:
         lab.run_in([], DIRECT_WRITER, plugged.path, 4096, 5, 0)
         scrape = exporter.scrape()

@@ -4,6 +4,7 @@ what is. What takes fentry, debugfs or other kernels is in tests/guest/inside/te
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests import lab
-from tests.host.test_failures import NO_BPF, PROBES, READERS, successes
+from tests.host.test_failures import PROBES, READERS, successes
 from tests.lab import DIRECT_WRITER, as_user
 from tests.sqpoll import rings
 from tests.waiting import wait_for
@@ -189,7 +190,7 @@ def test_what_a_user_keeps() -> None:
 def test_a_filter_that_refuses_to_give_up(tmp_path: Path) -> None:
     """As systemd's @privileged has capset(2): it serves, and says what to allow."""
     number = {"x86_64": 126, "aarch64": 91}[os.uname().machine]
-    prefix = (sys.executable, "-I", "-S", "-c", NO_BPF, str(number))
+    prefix = lab.denied(number, errno.EPERM)
     with lab.Exporter(prefix=prefix) as exporter:
         assert set(successes(exporter.scrape()).values()) == {1}
     lines = [line for line in exporter.log if "capabilities that are needed no more" in line]
