@@ -265,6 +265,19 @@ def test_stopped_in_order_and_started_again(pins: Path, plugged: Disk) -> None:
     assert "anew" not in log
 
 
+def test_root_with_two_capabilities(pins: Path, plugged: Disk) -> None:
+    """As in a container, in a directory that the kubelet has made."""
+    pins.mkdir(mode=0o755)
+    for counted in (0, 5):
+        with lab.Exporter(f"--bpf.pin={pins}", prefix=lab.TWO_CAPABILITIES) as exporter:
+            assert totals(exporter.scrape(), plugged.name)[2] == counted
+            lab.run_in([], DIRECT_WRITER, plugged.path, 4096, 5, 0)
+            scrape = exporter.scrape()
+            assert totals(scrape, plugged.name)[2] == counted + 5
+            assert scrape.sum("exporter_feature_available", feature="bpf_pin") == 1
+            exporter.stop()
+
+
 def test_without_the_flag_nothing_is_left_or_taken(pins: Path, plugged: Disk) -> None:
     with pinning(pins) as first:
         lab.run_in([], DIRECT_WRITER, plugged.path, 4096, 5, 0)

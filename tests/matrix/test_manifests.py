@@ -230,6 +230,15 @@ def test_root(helm: Path) -> None:
     assert context["capabilities"] == {"drop": ["ALL"], "add": ["BPF", "PERFMON", "SYS_RESOURCE"]}
 
 
+def test_pin(helm: Path) -> None:
+    spec, container = pod(rendered(helm, {"root": True, "pin": True}))
+    (directory,) = (a.split("=")[1] for a in container["args"] if a.startswith("--bpf.pin="))
+    (mount,) = (m for m in container["volumeMounts"] if m["mountPath"] == directory)
+    assert not mount.get("readOnly")
+    (volume,) = (v for v in spec["volumes"] if v["name"] == mount["name"])
+    assert volume["hostPath"]["type"] == "DirectoryOrCreate", "root's alone to write to: mode 755"
+
+
 EVERYTHING = {
     "nameOverride": "exporter",
     "fullnameOverride": "wbx",
@@ -302,7 +311,7 @@ def test_schema_has_every_value() -> None:
     assert set(schema["properties"]) == {*values, "global"}
     for name in ("image", "webConfig", "podMonitor"):
         assert set(schema["properties"][name]["properties"]) == set(values[name])
-    assert set(EVERYTHING) == set(values) - {"webConfig", "root", "extraCapabilities"}
+    assert set(EVERYTHING) == set(values) - {"webConfig", "root", "extraCapabilities", "pin"}
 
 
 REFUSED: list[tuple[dict[str, object], str]] = [
@@ -328,6 +337,8 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ({"root": True, "extraCapabilities": ["SYS_ADMIN"]}, "extraCapabilities"),
     ({"root": True, "extraCapabilities": ["CAP_SYS_PTRACE"]}, "extraCapabilities"),
     ({"extraCapabilities": ["SYS_PTRACE"]}, "only with root: true"),
+    ({"pin": True}, "only with root: true"),
+    ({"root": True, "pin": "/sys/fs/bpf"}, "pin"),
     ({"seccompProfile": {"type": None}}, "seccompProfile"),
     ({"seccompProfile": {"type": "unconfined"}}, "seccompProfile"),
     ({"resources": {"memory": "1Gi"}}, "resources"),
