@@ -115,28 +115,25 @@ class ObjectFile:
             sections = {section.name: section for section in elf.iter_sections()}
             btf = sections[".BTF"].data()
             self.version = sections[_VERSION].data().rstrip(b"\0").decode()
-            self._constants = self._symbols_of(elf, ".rodata")
+            self._constants = self._symbols_of(elf, ".rodata", "STT_OBJECT")
             self._types = list(_parse(btf))
             self.maps = self._read_maps()
-            self.own_programs = frozenset(
-                symbol.name
-                for table in elf.iter_sections()
-                if isinstance(table, SymbolTableSection)
-                for symbol in table.iter_symbols()
-                if symbol["st_info"]["type"] == "STT_FUNC"
-                and elf.get_section(symbol["st_shndx"]).name == _OWN_PROGRAMS
-            )
+            self.own_programs = frozenset(self._symbols_of(elf, _OWN_PROGRAMS, "STT_FUNC"))
             """Programs that are at no hook: user space runs them."""
-            # Not the rest: lines of the source and where it was compiled change nothing.
+
+    def digest(self) -> str:
+        """Of what the kernel makes of the file: code, maps and types. Not of the rest: lines of the
+        source and where it was compiled change nothing."""
+        with self._reading(), open(self.path, "rb") as stream:
+            sections = {section.name: section for section in ELFFile(stream).iter_sections()}
             code = [
                 (name, section.data())
                 for name, section in sections.items()
                 if section["sh_flags"] & _SHF_EXECINSTR
                 or (name.startswith((".rel", ".rodata")) and ".BTF" not in name)
             ]
-            what = (code, self._types, _relocations(btf, sections[".BTF.ext"].data()))
-            self.digest = hashlib.sha256(repr(what).encode()).hexdigest()
-            """Of what the kernel makes of the file: code, maps and types."""
+            relocations = _relocations(*(sections[name].data() for name in (".BTF", ".BTF.ext")))
+        return hashlib.sha256(repr((code, self._types, relocations)).encode()).hexdigest()
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
@@ -154,14 +151,16 @@ class ObjectFile:
             ) from error
 
     @staticmethod
-    def _symbols_of(elf: ELFFile, section: str) -> dict[str, tuple[int, int]]:
+    def _symbols_of(elf: ELFFile, section: str, kind: str) -> dict[str, tuple[int, int]]:
         index = elf.get_section_index(section)
         return {
             symbol.name: (symbol["st_value"], symbol["st_size"])
             for table in elf.iter_sections()
             if isinstance(table, SymbolTableSection)
             for symbol in table.iter_symbols()
-            if index is not None and symbol["st_shndx"] == index
+            if index is not None
+            and symbol["st_shndx"] == index
+            and symbol["st_info"]["type"] == kind
         }
 
     def constant(self, name: str) -> tuple[int, int]:

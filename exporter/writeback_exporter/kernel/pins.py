@@ -131,7 +131,7 @@ class PinnedObject:
 def fingerprint(file: ObjectFile, programs: Iterable[str], told: Mapping[str, object]) -> str:
     """Of all that decides what runs in this kernel and what its maps hold. The kernel itself is not
     among it: none outlives its bpffs."""
-    whole = (file.digest, sorted(programs), sorted(told.items()))
+    whole = (file.digest(), sorted(programs), sorted(told.items()))
     return hashlib.sha256(repr(whole).encode()).hexdigest()[:16]
 
 
