@@ -315,6 +315,20 @@ def test_second_instance(pins: Path) -> None:
         assert first.scrape().sum("exporter_collector_success", collector="block_io") == 1
 
 
+def test_doctor_looks_and_leaves_nothing(pins: Path, tmp_path: Path) -> None:
+    report = lab.doctor(f"--bpf.pin={pins}")
+    assert report.reasons["bpf_pin"] == ""
+    assert not pins.exists()
+    with pinning(pins) as running:
+        before = sorted(pins.rglob("*"))
+        assert lab.doctor(f"--bpf.pin={pins}").reasons["bpf_pin"] == "", "not taken for its own"
+        assert sorted(pins.rglob("*")) == before
+        assert running.scrape().sum("exporter_feature_available", feature="bpf_pin") == 1
+    report = lab.doctor(f"--bpf.pin={tmp_path}/pins")
+    assert report.reasons["bpf_pin"] == "no bpffs"
+    assert "mount -t bpf -o mode=700 bpf /sys/fs/bpf" in report.text
+
+
 def test_no_bpffs(tmp_path: Path) -> None:
     message = refused(tmp_path / "pins")
     assert f"{tmp_path} is not in a BPF file system; mount one" in message
