@@ -17,6 +17,7 @@ from typing import NoReturn, TypeVar
 from writeback_exporter import __version__, doctor, privileges
 from writeback_exporter.exporter import COLLECTORS, Exporter
 from writeback_exporter.features import Refused
+from writeback_exporter.files.cgroup_files import KEPT_LIMIT, OTHERS
 from writeback_exporter.kernel.layout import BadObject
 from writeback_exporter.kernel.pins import Pins
 from writeback_exporter.logs import FORMATS, LEVELS, set_up_logging
@@ -150,9 +151,12 @@ def _serve(settings: Settings) -> int:
 
 
 def _raise_descriptor_limit() -> None:
-    # The server bounds its connections at 512; a soft limit of 1024 with our own would be near it.
+    # Usually 1024: connections, which are bounded at 512, and our own would be near it.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
+    if soft != resource.RLIM_INFINITY:
+        wanted = OTHERS + KEPT_LIMIT
+        most = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
 
 
 def _snapshot(settings: Settings, seconds: float, output: str) -> int:

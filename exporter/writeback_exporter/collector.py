@@ -5,9 +5,10 @@ of the kernel's files (files/)."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
+from writeback_exporter.files.cgroup_files import CgroupFiles
 from writeback_exporter.metrics.exposition import Snapshot
 from writeback_exporter.metrics.history import Sample
 from writeback_exporter.names.cgroups import Cgroups
@@ -21,6 +22,7 @@ class Host:
     cgroups: Cgroups
     devices: Devices
     procfs: str = "/proc"
+    files: CgroupFiles = field(default_factory=CgroupFiles)
 
 
 class Collector(ABC):

@@ -205,6 +205,7 @@ class Exporter:
                 run.attempt(run.inspect)
                 if run.error and due:
                     self._missed[run.collector.name] = due
+            self.host.files.settle(self.host.cgroups)
             self._warn_of_full_maps(runs)
         for run in runs:
             if run.error is None:
@@ -263,6 +264,7 @@ class Exporter:
             self.running.clear()
         for collector in running:  # without the lock, for which a thread of theirs may wait
             collector.close()
+        self.host.files.close()
         if self._pins:
             self._pins.close()
             self._pins = None

@@ -75,7 +75,6 @@ def test_dirty_memory(
 
 def test_limits_and_what_comes_of_them(exporter: lab.Exporter, memory_cgroup: Cgroup) -> None:
     labels = {"cgroup": memory_cgroup.label}
-    assert not exporter.scrape().select("cgroup_memory_limit_bytes", **labels)
     # Of what failed by the limit of memory and swap, 6.18 has lost count: so it is a larger one.
     for name, size in (("limit", 32 * MIB), ("memsw.limit", 40 * MIB), ("soft_limit", 16 * MIB)):
         (memory_cgroup.directory / f"memory.{name}_in_bytes").write_text(str(size))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from tests.lab import Scrape
 from writeback_exporter.collector import Host
 from writeback_exporter.features import Feature
 from writeback_exporter.files.base import Reader
+from writeback_exporter.files.cgroup_files import CgroupFiles
 from writeback_exporter.metrics.exposition import Snapshot, negotiate, render
 from writeback_exporter.names.cgroups import Cgroups, find_hierarchies
 from writeback_exporter.names.devices import Devices
@@ -72,12 +74,16 @@ class Opened:
 
     def __init__(self, reader: Reader, place: Place) -> None:
         self.reader, self.host = reader, place.host()
+        self.now = 0.0
+        self.host.files = CgroupFiles(lambda: self.now)
+        weakref.finalize(self, self.host.files.close)
         self.features: list[Feature] = reader.open(place.settings(), self.host, threading.Lock())
 
     def scrape(self) -> Scrape:
         """What it exports now; fails where two series have the same labels."""
         snapshot = Snapshot()
         self.reader.fill(snapshot, self.host)
+        self.host.files.settle(self.host.cgroups)
         return Scrape(b"".join(render(snapshot, negotiate(""))).decode())
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from tests.unit.cgroupfs import HYBRID, V1, V2, Opened, Place, by, remove
 from writeback_exporter.features import Refused
+from writeback_exporter.files.cgroup_files import SELDOM_SECONDS
 from writeback_exporter.files.cgroup_io import CgroupIo
 
 DISKS = {"8:0": "sda", "259:3": "nvme0n1", "104:0": "cciss!c0d0"}
@@ -243,17 +244,33 @@ def test_bfq_weights_of_v1(tmp_path: Path) -> None:
 
 
 def test_files_that_come_while_it_runs(tmp_path: Path) -> None:
-    """As those of bfq, once its module is loaded."""
+    """As those of bfq, once its module is loaded: within a minute."""
     place = Place(tmp_path, V2, DISKS)
     place.hierarchy("", {"/": NO_STAT, "/a": NO_STAT, "/b": NO_STAT})
     opened = Opened(CgroupIo(), place)
     assert by(opened.scrape(), "cgroup_io_weight", "cgroup", "device", "policy") == {}
     weight = {"io.bfq.weight": "default 100\n"}
     place.hierarchy("", {"/a": weight, "/b": weight})
+    opened.now += SELDOM_SECONDS
     assert by(opened.scrape(), "cgroup_io_weight", "cgroup", "device", "policy") == {
         ("/a", "default", "bfq"): 100,
         ("/b", "default", "bfq"): 100,
     }
+
+
+def test_a_disk_with_a_limit_goes_at_once(tmp_path: Path) -> None:
+    """What is remembered of a limit is the number of its disk, which may be another's by now."""
+    place = Place(tmp_path, V2, DISKS)
+    limited = {"io.stat": STAT, "io.max": "8:0 rbps=1 wbps=max riops=max wiops=max\n"}
+    place.hierarchy("", {"/": NO_STAT, "/a": limited})
+    opened = Opened(CgroupIo(), place)
+    assert opened.scrape().values("cgroup_io_max_bytes", "device") == {"sda"}
+    place.unplug("8:0")
+    assert opened.scrape().values("cgroup_io_max_bytes", "device") == set()
+    place.hierarchy("", {"/a": {"io.max": ""}})  # as the kernel has it then
+    place.plug("8:0", "sdb")
+    opened.now += SELDOM_SECONDS
+    assert opened.scrape().values("cgroup_io_max_bytes", "device") == set()
 
 
 def test_cgroups_without_the_controller_and_gone(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from tests.unit.cgroupfs import HYBRID, V1, V2, Opened, Place, by, remove
 from writeback_exporter.features import Refused
+from writeback_exporter.files.cgroup_files import SELDOM_SECONDS
 from writeback_exporter.files.cgroup_memory import CgroupMemory
 
 STAT_V2 = """anon 4096
@@ -141,6 +142,60 @@ def test_v1(tmp_path: Path, kind: str) -> None:
     assert events["/docker/0123", "max"] == 42
     assert events["/docker/0123", "oom_kill"] == 3
     assert len(events) == 6  # the switches in memory.oom_control are no events
+
+
+def test_events_of_v1_where_no_limit_is_set(tmp_path: Path) -> None:
+    """None but that a task was killed, which the host counts too."""
+    place = Place(tmp_path, V1, {})
+    place.hierarchy("blkio", {})
+    place.hierarchy("memory", {"/a": v1()})
+    opened = Opened(CgroupMemory(), place)
+    vmstat = tmp_path / "proc/vmstat"
+
+    def events() -> dict[str, float]:
+        series = opened.scrape().select("cgroup_memory_events_total", cgroup="/a")
+        return {dict(labels)["event"]: count for labels, count in series.items()}
+
+    def killed(count: int) -> None:
+        text = f"oom_kill_disable 0\nunder_oom 0\noom_kill {count}\n"
+        place.hierarchy("memory", {"/a": {"memory.oom_control": text}})
+
+    vmstat.write_text("nr_dirty 7\noom_kill 5\n")
+    assert events() == {"max": 0, "oom_kill": 0}
+    killed(1)
+    assert events() == {"max": 0, "oom_kill": 0}  # which cannot be
+    vmstat.write_text("nr_dirty 7\noom_kill 6\n")
+    assert events() == {"max": 0, "oom_kill": 1}
+    vmstat.unlink()
+    assert events() == {"max": 0, "oom_kill": 1}
+    killed(2)
+    opened.now += SELDOM_SECONDS
+    assert events() == {"max": 0, "oom_kill": 2}
+
+
+def test_limits_are_read_again_within_a_minute_and_their_events_at_once(tmp_path: Path) -> None:
+    place = Place(tmp_path, V1, {})
+    place.hierarchy("blkio", {})
+    place.hierarchy("memory", {"/a": v1(memory_limit_in_bytes="1048576\n")})
+    opened = Opened(CgroupMemory(), place)
+
+    def limit_and_events() -> tuple[float, float]:
+        scrape = opened.scrape()
+        return (
+            scrape.sum("cgroup_memory_limit_bytes", limit="max"),
+            scrape.sum("cgroup_memory_events_total", event="max"),
+        )
+
+    assert limit_and_events() == (1048576, 0)
+    changed = {"memory.limit_in_bytes": "2097152\n", "memory.failcnt": "3\n"}
+    place.hierarchy("memory", {"/a": changed})
+    assert limit_and_events() == (1048576, 3)
+    opened.now += SELDOM_SECONDS
+    assert limit_and_events() == (2097152, 3)
+    lifted = {"memory.limit_in_bytes": NO_LIMIT_V1, "memory.failcnt": "4\n"}
+    place.hierarchy("memory", {"/a": lifted})
+    opened.now += SELDOM_SECONDS
+    assert limit_and_events() == (0, 4)
 
 
 def test_one_missing_line_or_file_leaves_the_rest(tmp_path: Path) -> None:

@@ -7,14 +7,13 @@ import os
 import threading
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.unit.test_cgroups import V1, V2, procfs, tree
 from writeback_exporter.collector import Host
 from writeback_exporter.features import Feature, Refused
-from writeback_exporter.files import pressure as module
-from writeback_exporter.files.base import content
 from writeback_exporter.files.pressure import Pressure, totals
 from writeback_exporter.metrics import catalogue
 from writeback_exporter.metrics.exposition import Snapshot
@@ -178,12 +177,13 @@ def test_files_that_the_kernel_lacks_are_not_opened(
     v2_host(tmp_path, "a")
     collector, its_host, _ = opened(tmp_path)
     read: list[str] = []
+    os_open = os.open
 
-    def watched(path: str | bytes) -> bytes | None:
+    def watched(path: str | bytes, *arguments: Any, **more: Any) -> int:
         read.append(os.fsdecode(path))
-        return content(path)
+        return os_open(path, *arguments, **more)
 
-    monkeypatch.setattr(module, "content", watched)
+    monkeypatch.setattr(os, "open", watched)
     series(collector, its_host)
     assert len(read) == 6
     assert all(os.path.exists(path) for path in read)

@@ -1,21 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the readers of files share: their life, and small files that may not be there.
-
-Files of cgroups are opened by path at each scrape, and nothing is kept. CPU of one file, in us, on
-6.18, of 1,000 cgroups four levels deep (tests/bench/bench_files.py compares):
-
-| | memory.stat | usage | v1 io counts | io.pressure | descriptors |
-|---|---|---|---|---|---|
-| open by path, read, close | 8.5 | 4.1 | 5.3 | 5.3 | none |
-| open relative to a kept directory | 5.8 | 2.6 | 3.7 | 3.4 | 1 a cgroup |
-| read again from a kept file | 3.3 | 0.7 | 1.5 | 1.4 | 14 a cgroup |
-
-With 14 files a cgroup, kept ones would save 50 ms of CPU a scrape at 1,000 cgroups, a sixth of what
-it may take. They would cost 14,000 descriptors, where a service has 1,024 unless told otherwise,
-and a cache that must see each cgroup go and another come under its path; a path is today's always.
-A BPF iterator (iter/cgroup) takes a twentieth of open and read (guests, 6.1 to 7.3), but has only
-pressure and dirty memory, up to 2 s old, nothing of v1, and is not in 5.10.
-"""
+"""What the readers of files share: their life, and small files that may not be there."""
 
 from __future__ import annotations
 

@@ -13,11 +13,12 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 from writeback_exporter.collector import Host
-from writeback_exporter.features import Feature, Refused, raise_if_exhausted
+from writeback_exporter.features import Feature, Refused
 from writeback_exporter.files.base import Reader, content, nested
+from writeback_exporter.files.cgroup_files import KeptFile, Seldom, contents
 from writeback_exporter.metrics import catalogue
 from writeback_exporter.metrics.catalogue import Metric
 from writeback_exporter.metrics.exposition import Family, Labels, Snapshot, family
@@ -73,9 +74,9 @@ def _v1_limit(name: bytes, metric: Metric, op: str) -> _File:
     return _File(b"/blkio.throttle." + name, _lines, {b"": _Field(metric, (op,))}, b"0")
 
 
-# The first file of each is there wherever the controller is on. A cgroup has a line for each disk
-# that it has used; an op that it has not used has no sample.
-_V2: tuple[_File, ...] = (
+# Files of counts are there wherever the controller is on. A cgroup has a line for each disk that it
+# has used; an op that it has not used has no sample.
+_V2_COUNTS: tuple[_File, ...] = (
     _File(
         b"/io.stat",
         nested,
@@ -91,6 +92,8 @@ _V2: tuple[_File, ...] = (
         },
         b"0",
     ),
+)
+_V2_LIMITS: tuple[_File, ...] = (
     _File(
         b"/io.max",
         nested,
@@ -111,9 +114,11 @@ _V2: tuple[_File, ...] = (
     _weight(b"/io.weight", "iocost"),
     _weight(b"/io.bfq.weight", "bfq"),
 )
-_V1: tuple[_File, ...] = (
+_V1_COUNTS: tuple[_File, ...] = (
     _v1_counts(b"io_service_bytes", catalogue.CGROUP_IO_BYTES),
     _v1_counts(b"io_serviced", catalogue.CGROUP_IO_OPERATIONS),
+)
+_V1_LIMITS: tuple[_File, ...] = (
     _v1_limit(b"read_bps_device", catalogue.CGROUP_IO_MAX_BYTES, "read"),
     _v1_limit(b"write_bps_device", catalogue.CGROUP_IO_MAX_BYTES, "write"),
     _v1_limit(b"read_iops_device", catalogue.CGROUP_IO_MAX_OPERATIONS, "read"),
@@ -167,9 +172,10 @@ class CgroupIo(Reader):
     def open(self, settings: Settings, host: Host, lock: threading.Lock) -> list[Feature]:
         self._hierarchy = host.cgroups.hierarchies.io
         v2 = self._hierarchy.id == 0
-        self._files = _V2 if v2 else _V1
+        self._counts = _V2_COUNTS if v2 else _V1_COUNTS
+        self._limits = _V2_LIMITS if v2 else _V1_LIMITS
         self._of_root = _IOCOST if v2 else ()
-        sign = os.fsencode(self._hierarchy.mount) + self._files[0].name
+        sign = os.fsencode(self._hierarchy.mount) + self._counts[0].name
         if content(sign) is None:
             raise Refused(
                 "no io controller",
@@ -177,36 +183,33 @@ class CgroupIo(Reader):
                 "run a kernel with CONFIG_BLK_CGROUP and CONFIG_BLK_DEV_THROTTLING; in a cgroup "
                 "namespace, mount the host's cgroup file system",
             )
+        self._kept = [
+            (file, KeptFile(host.files, self._hierarchy, file.name)) for file in self._counts
+        ]
+        self._set = Seldom[list[tuple[_File, bytes]]](host.files, self._hierarchy)
         return []
 
     def fill(self, snapshot: Snapshot, host: Host) -> None:
-        samples = _Samples((*self._files, *self._of_root), host.devices)
-        sign, *others = self._files
-        there: list[_File] | None = None
-        for _, cgroup, directory in host.cgroups.listed(self._hierarchy):
-            text = content(directory + sign.name)
-            if text is None:  # it has gone, or the controller is off there
-                continue
-            samples.add(sign, text, (cgroup,))
-            if cgroup == "/":
-                for file in self._of_root:
-                    samples.add(file, content(directory + file.name), ())
-            elif there is None:
-                there = _there(directory, others)
-            for file in others if there is None else there:
-                samples.add(file, content(directory + file.name), (cgroup,))
+        samples = _Samples((*self._counts, *self._limits, *self._of_root), host.devices)
+        for cgroup, label, directory in host.cgroups.listed(self._hierarchy):
+            owner = (label,)
+            for file, kept in self._kept:
+                text = kept.read(cgroup, directory)
+                if text is None:  # it has gone, or the controller is off there
+                    break
+                samples.add(file, text, owner)
+            else:
+                for file, text in self._set.get(cgroup, partial(self._read_limits, directory)):
+                    samples.add(file, text, owner)
+                if label == "/":
+                    for file in self._of_root:
+                        samples.add(file, content(directory + file.name) or b"", ())
         snapshot.families += samples.families()
 
-
-def _there(directory: bytes, files: Iterable[_File]) -> list[_File] | None:
-    """Those of the files that this kernel has, which differ as bfq comes and goes; None where the
-    cgroup has just gone. To try one in vain takes 2 us a cgroup."""
-    try:
-        names = set(os.listdir(directory))
-    except OSError as error:
-        raise_if_exhausted(error)
-        return None
-    return [file for file in files if file.name[1:] in names]
+    def _read_limits(self, directory: bytes) -> list[tuple[_File, bytes]]:
+        """Of the files that are there, as those of bfq are with its module, and not empty."""
+        texts = contents(directory, (file.name for file in self._limits))
+        return [(file, text) for file, text in zip(self._limits, texts, strict=True) if text]
 
 
 class _Samples:
@@ -224,10 +227,10 @@ class _Samples:
 
         self._device = device
 
-    def add(self, file: _File, text: bytes | None, owner: Labels) -> None:
-        """Takes what is in the file's text, if there is one; what is no number is left out, and
-        so are disks that have just gone."""
-        for number, key, value in file.split(text or b""):
+    def add(self, file: _File, text: bytes, owner: Labels) -> None:
+        """Takes what is in the file's text; what is no number is left out, and so are disks that
+        have just gone."""
+        for number, key, value in file.split(text):
             field = file.fields.get(key)
             if field is None or value == file.nothing:
                 continue

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from writeback_exporter.collector import Host
 from writeback_exporter.features import Feature, Refused
 from writeback_exporter.files.base import Reader, content, keyed
+from writeback_exporter.files.cgroup_files import KeptFile, Seldom, contents
 from writeback_exporter.metrics import catalogue
-from writeback_exporter.metrics.exposition import Labels, Snapshot, family
+from writeback_exporter.metrics.exposition import Samples, Snapshot, family
 from writeback_exporter.names.cgroups import Hierarchy, printable
 from writeback_exporter.settings import Settings
 
@@ -24,11 +25,9 @@ from writeback_exporter.settings import Settings
 # zero is nearly 2^64.
 _BYTES_LIMIT = 1 << 62
 
-Samples = list[tuple[Labels, float]]
-
 
 @dataclass(frozen=True, slots=True)
-class _Files:
+class _Names:
     """Where a version of cgroups has what."""
 
     # A pattern takes 0.5 us in the 40 lines of memory.stat; to split them all takes 13.
@@ -39,18 +38,21 @@ class _Files:
     events: tuple[tuple[bytes, dict[bytes, str]], ...]
     """Files, and what their events are called where not all are taken as they are; what two call
     the same is summed."""
+    events_of_limits: bool
+    """Whether a cgroup without a limit has no events but tasks that are killed."""
 
 
 _STAT = b"/memory.stat"
-_V2 = _Files(
+_V2 = _Names(
     dirty=re.compile(rb"\nfile_dirty (\d+)\n"),
     writeback=re.compile(rb"\nfile_writeback (\d+)\n"),
     usage=b"/memory.current",
     limits=(("max", b"/memory.max"), ("high", b"/memory.high")),
     events=((b"/memory.events", {}),),
+    events_of_limits=False,  # those below it may have limits
 )
 # total_: with those below it, unless 5.10 or before has use_hierarchy off; then both are the same.
-_V1 = _Files(
+_V1 = _Names(
     dirty=re.compile(rb"\ntotal_dirty (\d+)\n"),
     writeback=re.compile(rb"\ntotal_writeback (\d+)\n"),
     usage=b"/memory.usage_in_bytes",
@@ -61,7 +63,16 @@ _V1 = _Files(
         (b"/memory.memsw.failcnt", {b"": "max"}),
         (b"/memory.oom_control", {b"oom_kill": "oom_kill"}),
     ),
+    events_of_limits=True,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    """Those that are set, in bytes; and the events, where a cgroup without has no more of them."""
+
+    sizes: list[tuple[str, int]]
+    events: dict[str, int]
 
 
 class CgroupMemory(Reader):
@@ -79,33 +90,39 @@ class CgroupMemory(Reader):
                 "boot with cgroup_enable=memory, on a kernel with CONFIG_MEMCG",
             )
         self._hierarchy: Hierarchy = hierarchy
-        self._files = _V2 if hierarchy.id == 0 else _V1
+        self._procfs = settings.procfs
+        self._names = names = _V2 if hierarchy.id == 0 else _V1
+        self._stat = KeptFile(host.files, hierarchy, _STAT)
+        self._usage = KeptFile(host.files, hierarchy, names.usage)
+        self._events = [KeptFile(host.files, hierarchy, name) for name, _ in names.events]
+        self._limits = Seldom[_Limits](host.files, hierarchy)
         return []
 
     def fill(self, snapshot: Snapshot, host: Host) -> None:
-        files = self._files
+        names = self._names
         dirty: Samples = []
         writeback: Samples = []
         usage: Samples = []
         limits: Samples = []
         events: Samples = []
-        for _, cgroup, directory in host.cgroups.listed(self._hierarchy):
-            stat = content(directory + _STAT)
+        killed = self._killed() if names.events_of_limits else None
+        for cgroup, label, directory in host.cgroups.listed(self._hierarchy):
+            stat = self._stat.read(cgroup, directory)
             if stat is None:  # it has gone, or the controller is off there
                 continue
-            for samples, pattern in ((dirty, files.dirty), (writeback, files.writeback)):
-                if match := pattern.search(stat):
-                    samples += _bytes((cgroup,), match[1])
-            usage += _bytes((cgroup,), content(directory + files.usage))
-            for limit, name in files.limits:
-                limits += _bytes((cgroup, limit), content(directory + name))
-            met: dict[str, int] = {}
-            for name, called in files.events:
-                for kernels, count in keyed(content(directory + name) or b"").items():
-                    if not called or kernels in called:
-                        event = called.get(kernels) or printable(kernels)
-                        met[event] = met.get(event, 0) + count
-            events += (((cgroup, event), count) for event, count in met.items())
+            for samples, pattern in ((dirty, names.dirty), (writeback, names.writeback)):
+                match = pattern.search(stat)
+                if match and (number := _bytes(match[1])) is not None:
+                    samples.append(((label,), number))
+            if (number := _bytes(self._usage.read(cgroup, directory))) is not None:
+                usage.append(((label,), number))
+            limited = self._limits.get(cgroup, partial(self._read_limits, directory), killed)
+            limits += (((label, limit), number) for limit, number in limited.sizes)
+            if limited.sizes or not names.events_of_limits:
+                met = self._met([file.read(cgroup, directory) for file in self._events])
+            else:
+                met = limited.events
+            events += (((label, event), count) for event, count in met.items())
         snapshot.families += [
             family(catalogue.CGROUP_DIRTY_BYTES, dirty),
             family(catalogue.CGROUP_WRITEBACK_BYTES, writeback),
@@ -114,9 +131,36 @@ class CgroupMemory(Reader):
             family(catalogue.CGROUP_MEMORY_EVENTS, events),
         ]
 
+    def _killed(self) -> int | None:
+        """How many tasks have been killed for want of memory on the host, by limits too; each is
+        one of its cgroup's as well (mm/oom_kill.c, __oom_kill_process)."""
+        return keyed(content(f"{self._procfs}/vmstat") or b"").get(b"oom_kill")
 
-def _bytes(labels: Labels, text: bytes | None) -> Iterator[tuple[Labels, int]]:
-    """A sample of a file with one number; none where it has none, or "max"."""
+    def _read_limits(self, directory: bytes) -> _Limits:
+        names = self._names
+        found = contents(directory, [name for _, name in names.limits])
+        sizes = [
+            (limit, _bytes(text)) for (limit, _), text in zip(names.limits, found, strict=True)
+        ]
+        return _Limits(
+            [(limit, size) for limit, size in sizes if size is not None],
+            self._met(contents(directory, [name for name, _ in names.events]))
+            if names.events_of_limits
+            else {},
+        )
+
+    def _met(self, texts: list[bytes | None]) -> dict[str, int]:
+        """Numbers by event."""
+        met: dict[str, int] = {}
+        for (_, called), text in zip(self._names.events, texts, strict=True):
+            for kernels, count in keyed(text or b"").items():
+                if not called or kernels in called:
+                    event = called.get(kernels) or printable(kernels)
+                    met[event] = met.get(event, 0) + count
+        return met
+
+
+def _bytes(text: bytes | None) -> int | None:
+    """The number in a file; None where it has none, or "max"."""
     number = (text or b"").rstrip()
-    if number.isdigit() and int(number) < _BYTES_LIMIT:
-        yield labels, int(number)
+    return size if number.isdigit() and (size := int(number)) < _BYTES_LIMIT else None

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from writeback_exporter.collector import Host
 from writeback_exporter.features import Feature, Refused
 from writeback_exporter.files.base import Reader, content
+from writeback_exporter.files.cgroup_files import KeptFile
 from writeback_exporter.metrics import catalogue
-from writeback_exporter.metrics.exposition import Labels, Snapshot, family
+from writeback_exporter.metrics.exposition import Labels, Samples, Snapshot, family
 from writeback_exporter.metrics.history import Sample
 from writeback_exporter.names.cgroups import Hierarchy
 from writeback_exporter.settings import Settings
@@ -33,51 +34,51 @@ class Pressure(Reader):
     name = "pressure"
 
     def __init__(self) -> None:
-        self._files: list[tuple[str, str, bytes]] = []
-        """(resource, the host's file, the suffix of a cgroup's)."""
+        self._files: dict[str, str] = {}
+        """The host's, by resource."""
         self._hierarchy: Hierarchy | None = None
+        self._of_cgroups: dict[str, KeptFile] = {}
 
     def open(self, settings: Settings, host: Host, lock: threading.Lock) -> list[Feature]:
         resources, features = supported(settings.procfs)
-        self._files = [
-            (resource, f"{settings.procfs}/pressure/{resource}", f"/{resource}.pressure".encode())
-            for resource in resources
-        ]
+        self._files = {resource: f"{settings.procfs}/pressure/{resource}" for resource in resources}
         try:
-            self._hierarchy = hierarchy_with_pressure(host)
+            self._hierarchy = hierarchy = hierarchy_with_pressure(host)
         except Refused as refusal:
             features.append(Feature.refused("pressure_cgroups", refusal))
         else:
             features.append(Feature("pressure_cgroups", True))
+            self._of_cgroups = {
+                resource: KeptFile(host.files, hierarchy, f"/{resource}.pressure".encode())
+                for resource in resources
+            }
         return features
 
     def fill(self, snapshot: Snapshot, host: Host) -> None:
-        waiting: dict[Labels, int] = {}
-        stalled: dict[Labels, int] = {}
-        for labels, path in self._paths(host):
-            for kind, microseconds in totals(path).items():
-                series = waiting if kind == "some" else stalled
-                series[labels] = microseconds
-        for metric, series in (
-            (catalogue.PRESSURE_WAITING_SECONDS, waiting),
-            (catalogue.PRESSURE_STALLED_SECONDS, stalled),
-        ):
-            rows = ((labels, microseconds / 1e6) for labels, microseconds in series.items())
-            snapshot.families.append(family(metric, rows))
+        waiting: Samples = []
+        stalled: Samples = []
+        for labels, text in self._texts(host):
+            for kind, microseconds in _TOTAL.findall(text or b""):
+                series = waiting if kind == b"some" else stalled
+                series.append((labels, int(microseconds) / 1e6))
+        snapshot.families += [
+            family(catalogue.PRESSURE_WAITING_SECONDS, waiting),
+            family(catalogue.PRESSURE_STALLED_SECONDS, stalled),
+        ]
 
     def sample(self, sample: Sample, host: Host) -> None:
-        found = {resource: totals(path) for resource, path, _ in self._files}
+        found = {resource: totals(path) for resource, path in self._files.items()}
         sample.waiting = {name: kinds["some"] for name, kinds in found.items() if "some" in kinds}
 
-    def _paths(self, host: Host) -> Iterator[tuple[Labels, str | bytes]]:
-        for resource, path, _ in self._files:
-            yield ("/", resource), path
+    def _texts(self, host: Host) -> Iterator[tuple[Labels, bytes | None]]:
+        for resource, path in self._files.items():
+            yield ("/", resource), content(path)
         if self._hierarchy is None:
             return
-        for _, label, directory in host.cgroups.listed(self._hierarchy):
+        for cgroup, label, directory in host.cgroups.listed(self._hierarchy):
             if label != "/":  # /proc/pressure is the root's
-                for resource, _, suffix in self._files:
-                    yield (label, resource), directory + suffix
+                for resource, file in self._of_cgroups.items():
+                    yield (label, resource), file.read(cgroup, directory)
 
 
 def totals(path: str | bytes) -> dict[str, int]:

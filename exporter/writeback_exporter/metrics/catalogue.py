@@ -601,7 +601,7 @@ CGROUP_MEMORY_LIMIT_BYTES = _metric(
     Kind.GAUGE,
     "Memory limit of the cgroup: max (beyond it the OOM killer comes), high (beyond it tasks are "
     "slowed) or soft (cgroup v1: reclaim of the host's memory takes what is beyond it first); "
-    "absent where there is none.",
+    "absent where there is none. Read once a minute.",
     ("cgroup", "limit"),
     "bytes",
 )
@@ -634,7 +634,7 @@ CGROUP_IO_MAX_BYTES = _metric(
     "cgroup_io_max_bytes",
     Kind.GAUGE,
     "Bytes per second that io.max (v1: blkio.throttle) allows the cgroup; absent where there "
-    "is no limit.",
+    "is no limit. Read once a minute.",
     ("cgroup", "device", "op"),
     "bytes",
 )
@@ -642,20 +642,20 @@ CGROUP_IO_MAX_OPERATIONS = _metric(
     "cgroup_io_max_operations",
     Kind.GAUGE,
     "Operations per second that io.max (v1: blkio.throttle) allows the cgroup; absent where "
-    "there is no limit.",
+    "there is no limit. Read once a minute.",
     ("cgroup", "device", "op"),
 )
 CGROUP_IO_WEIGHT = _metric(
     "cgroup_io_weight",
     Kind.GAUGE,
     "Weight of the cgroup's IO among its siblings, by the policy that heeds it: iocost or bfq. "
-    "Device default is for disks without one of their own.",
+    "Device default is for disks without one of their own. Read once a minute.",
     ("cgroup", "device", "policy"),
 )
 CGROUP_IO_LATENCY_TARGET_SECONDS = _metric(
     "cgroup_io_latency_target_seconds",
     Kind.GAUGE,
-    "Latency that io.latency promises the cgroup.",
+    "Latency that io.latency promises the cgroup. Read once a minute.",
     ("cgroup", "device"),
     "seconds",
 )

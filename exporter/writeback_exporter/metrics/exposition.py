@@ -34,6 +34,9 @@ from writeback_exporter.metrics.catalogue import Kind, Metric
 Labels = tuple[str, ...]
 """Label values in the order of the metric's labels."""
 
+Samples = list[tuple[Labels, float]]
+"""Of a counter or gauge, values in the metric's unit."""
+
 HistogramRow = tuple[Labels, Sequence[int], int]
 """One series: labels, the kernel's slots (not cumulative), sum in the kernel's unit (ns, bytes)."""
 
@@ -76,7 +79,7 @@ class Family:
     """A counter or gauge with its samples, values in the metric's unit."""
 
     metric: Metric
-    rows: list[tuple[Labels, float]]
+    rows: Samples
 
     def model(self) -> PrometheusMetric:
         """The family as prometheus-client holds it."""

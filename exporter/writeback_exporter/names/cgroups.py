@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import os
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, KeysView, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import chain
@@ -246,6 +246,10 @@ class Cgroups:
             for exited in tree.exited.values():
                 if exited.released_at is None:
                     exited.released_at = now
+
+    def live(self, hierarchy: Hierarchy) -> KeysView[int]:
+        """Ids of the cgroups that are there."""
+        return self._trees[hierarchy.id].live.keys()
 
     def exited(self) -> Iterator[tuple[int, int]]:
         """(hierarchy, id) of each exited cgroup."""

@@ -10,6 +10,8 @@ import pytest
 
 from tests import lab
 from tests.lab import DIRECT_READER, DIRECT_WRITER, Cgroup, Scrape
+from tests.waiting import wait_for
+from writeback_exporter.files.cgroup_files import SELDOM_SECONDS
 
 from .test_main_signals import FAST, SLOW, io_stat
 
@@ -93,9 +95,6 @@ def test_a_parent_has_its_childrens_counts_also_when_they_are_gone(
 
 
 def test_limits_are_shown_as_they_are_set(exporter: lab.Exporter, group: Cgroup) -> None:
-    nothing = exporter.scrape()
-    for metric in ("cgroup_io_max_bytes", "cgroup_io_max_operations"):
-        assert not nothing.select(metric, cgroup=group.label)
     file = group.directory / "io.max"
     file.write_text(f"{FAST.dev} wbps=2097152 riops=120")
     file.write_text(f"{SLOW.dev} rbps=8388608 wiops=77")
@@ -108,9 +107,35 @@ def test_limits_are_shown_as_they_are_set(exporter: lab.Exporter, group: Cgroup)
         (FAST.name, "read"): 120,
         (SLOW.name, "write"): 77,
     }
+    for metric in ("cgroup_io_max_bytes", "cgroup_io_max_operations"):
+        assert scrape.values(metric, "cgroup") == {group.label}
     file.write_text(f"{FAST.dev} wbps=max riops=max")
-    scrape = exporter.scrape()
-    assert scrape.values("cgroup_io_max_bytes", "device", cgroup=group.label) == {SLOW.name}
+
+    def limited() -> set[str]:
+        return exporter.scrape().values("cgroup_io_max_bytes", "device", cgroup=group.label)
+
+    wait_for(lambda: limited() == {SLOW.name}, SELDOM_SECONDS + 30, "a limit's end in a scrape")
+
+
+def test_a_controller_that_is_switched_off_and_on_again(
+    exporter: lab.Exporter, group: Cgroup
+) -> None:
+    """The file that is open is of the past then: reading it is refused."""
+    control = group.directory / "cgroup.subtree_control"
+    child = Cgroup(group.directory / "child", f"{group.label}/child")
+    child.directory.mkdir()
+    labels = {"cgroup": child.label, "device": FAST.name, "op": "write"}
+    try:
+        for count in (25, 7):
+            control.write_text("+io")
+            lab.run_in([child], DIRECT_WRITER, FAST.path, 4096, count, 0)
+            scrape = exporter.scrape()
+            written = io_stat(child, FAST)["wios"]
+            assert scrape.sum("cgroup_io_operations_total", **labels) == written >= count
+            control.write_text("-io")
+            assert not exporter.scrape().select("cgroup_io_operations_total", cgroup=child.label)
+    finally:
+        child.directory.rmdir()
 
 
 QOS = "ctrl=user rpct=95.00 rlat=10000 wpct=90.00 wlat=20000 min=50.00 max=150.00"
@@ -135,13 +160,13 @@ def iocost() -> Iterator[None]:
 
 def test_weights(exporter: lab.Exporter, iocost: None, group: Cgroup) -> None:
     file = group.directory / "io.weight"
-    labels = {"cgroup": group.label, "policy": "iocost"}
-    weights = shown(exporter.scrape(), "cgroup_io_weight", "device", **labels)
-    assert weights == {("default",): 100}
     file.write_text("default 321")
     file.write_text(f"{FAST.dev} 50")
-    weights = shown(exporter.scrape(), "cgroup_io_weight", "device", **labels)
-    assert weights == {("default",): 321, (FAST.name,): 50}
+    with lab.cgroup(lab.hierarchies().io, "usual") as usual:
+        weights = shown(exporter.scrape(), "cgroup_io_weight", "cgroup", "device", policy="iocost")
+    assert weights[usual.label, "default"] == 100
+    own = {device: weight for (label, device), weight in weights.items() if label == group.label}
+    assert own == {"default": 321, FAST.name: 50}
 
 
 def test_iocost(exporter: lab.Exporter, iocost: None, group: Cgroup) -> None:
