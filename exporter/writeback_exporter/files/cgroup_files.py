@@ -61,7 +61,8 @@ class KeptFile:
         descriptor = self._descriptors.get(cgroup)
         if descriptor is not None:
             try:
-                return _content(descriptor)
+                text = os.pread(descriptor, _CHUNK, 0)
+                return text if len(text) < _CHUNK else _whole(descriptor, text)
             except OSError:
                 # ENODEV: the cgroup has gone, or its controller has, and may be back.
                 self._close(cgroup)
@@ -69,7 +70,7 @@ class KeptFile:
         if descriptor is None:
             return None
         try:
-            text = _content(descriptor)
+            text = _whole(descriptor)
         except OSError:
             os.close(descriptor)
             return None
@@ -168,7 +169,7 @@ def _read(path: bytes, above: int) -> bytes | None:
     if descriptor is None:
         return None
     try:
-        return _content(descriptor)
+        return _whole(descriptor)
     except OSError:
         return None
     finally:
@@ -183,10 +184,10 @@ def _open(path: bytes, flags: int = os.O_RDONLY, above: int | None = None) -> in
         return None
 
 
-def _content(descriptor: int) -> bytes:
-    """The whole of a cgroup's file: the kernel writes it when a read begins at 0, and gives as much
-    of it as is asked for (fs/seq_file.c, single_open), so that no second read must find its end."""
-    text = os.pread(descriptor, _CHUNK, 0)
-    while text and len(text) % _CHUNK == 0 and (more := os.pread(descriptor, _CHUNK, len(text))):
+def _whole(descriptor: int, text: bytes = b"") -> bytes:
+    """A file of cgroups, of which `text` has been read. The kernel writes it all when a read begins
+    at 0, and gives as much of it as is asked for (fs/seq_file.c, seq_read_iter, and one record a
+    file): what is less is the end."""
+    while len(text) % _CHUNK == 0 and (more := os.pread(descriptor, _CHUNK, len(text))):
         text += more
     return text

@@ -10,6 +10,7 @@ Where blk-throttle is set up with a disk's first limit (6.18), v1 counts only fr
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -64,10 +65,14 @@ def _weight(name: bytes, policy: str) -> _File:
     return _File(name, _lines, {b"": _Field(catalogue.CGROUP_IO_WEIGHT, (policy,))}, b"0")
 
 
+# Ten of the fourteen lines that a cgroup has of each disk are sums, or 0.
+_V1_COUNT = re.compile(rb"^([0-9:]+) (Read|Write|Discard) ([1-9][0-9]*)$", re.MULTILINE)
+
+
 def _v1_counts(name: bytes, metric: Metric) -> _File:
     ops = ("read", "write", "discard")
     fields = {op.capitalize().encode(): _Field(metric, (op,)) for op in ops}
-    return _File(b"/blkio.throttle." + name, _lines, fields, b"0")
+    return _File(b"/blkio.throttle." + name, _V1_COUNT.findall, fields, b"0")
 
 
 def _v1_limit(name: bytes, metric: Metric, op: str) -> _File:

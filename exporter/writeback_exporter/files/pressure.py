@@ -6,7 +6,6 @@ from __future__ import annotations
 import errno
 import re
 import threading
-from collections.abc import Iterator
 
 from writeback_exporter.collector import Host
 from writeback_exporter.features import Feature, Refused
@@ -57,10 +56,19 @@ class Pressure(Reader):
     def fill(self, snapshot: Snapshot, host: Host) -> None:
         waiting: Samples = []
         stalled: Samples = []
-        for labels, text in self._texts(host):
+
+        def add(labels: Labels, text: bytes | None) -> None:
             for kind, microseconds in _TOTAL.findall(text or b""):
                 series = waiting if kind == b"some" else stalled
                 series.append((labels, int(microseconds) / 1e6))
+
+        for resource, path in self._files.items():
+            add(("/", resource), content(path))
+        if self._hierarchy:
+            for cgroup, label, directory in host.cgroups.listed(self._hierarchy):
+                if label != "/":  # /proc/pressure is the root's
+                    for resource, file in self._of_cgroups.items():
+                        add((label, resource), file.read(cgroup, directory))
         snapshot.families += [
             family(catalogue.PRESSURE_WAITING_SECONDS, waiting),
             family(catalogue.PRESSURE_STALLED_SECONDS, stalled),
@@ -69,16 +77,6 @@ class Pressure(Reader):
     def sample(self, sample: Sample, host: Host) -> None:
         found = {resource: totals(path) for resource, path in self._files.items()}
         sample.waiting = {name: kinds["some"] for name, kinds in found.items() if "some" in kinds}
-
-    def _texts(self, host: Host) -> Iterator[tuple[Labels, bytes | None]]:
-        for resource, path in self._files.items():
-            yield ("/", resource), content(path)
-        if self._hierarchy is None:
-            return
-        for cgroup, label, directory in host.cgroups.listed(self._hierarchy):
-            if label != "/":  # /proc/pressure is the root's
-                for resource, file in self._of_cgroups.items():
-                    yield (label, resource), file.read(cgroup, directory)
 
 
 def totals(path: str | bytes) -> dict[str, int]:
