@@ -160,14 +160,16 @@ class Exporter:
             self._found.append(self._pins.feature)
 
     def _start(self, collector: Collector, begin: Callable[[], list[Feature]]) -> None:
+        refusal, more = None, list[Feature]()
         try:
-            try:
-                more = begin()
-            except TakeoverError as error:
-                raise error.refusal from error
-            except BpfError as error:
-                raise refusal_of(error) from error
-        except Refused as refusal:
+            more = begin()
+        except TakeoverError as error:
+            refusal = error.refusal
+        except BpfError as error:
+            refusal = refusal_of(error)
+        except Refused as error:
+            refusal = error
+        if refusal:
             level = logging.ERROR if collector.main else logging.WARNING
             log.log(level, "%s is not available: %s", collector.name, refusal)
             self._found.append(Feature.refused(collector.name, refusal))
