@@ -169,7 +169,7 @@ def test_events_of_v1_where_no_limit_is_set(tmp_path: Path) -> None:
     vmstat.unlink()
     assert events() == {"max": 0, "oom_kill": 1}
     killed(2)
-    opened.now += SELDOM_SECONDS
+    opened.now += 600
     assert events() == {"max": 0, "oom_kill": 2}
 
 
@@ -196,6 +196,12 @@ def test_limits_are_read_again_within_a_minute_and_their_events_at_once(tmp_path
     place.hierarchy("memory", {"/a": lifted})
     opened.now += SELDOM_SECONDS
     assert limit_and_events() == (0, 4)
+    for limit, events in ((2097152, 5), (0, 5), (1048576, 7), (0, 8)):
+        text = f"{limit}\n" if limit else NO_LIMIT_V1
+        changed = {"memory.limit_in_bytes": text, "memory.failcnt": f"{events}\n"}
+        place.hierarchy("memory", {"/a": changed})
+        opened.now += SELDOM_SECONDS
+        assert limit_and_events() == (limit, events)
 
 
 def test_one_missing_line_or_file_leaves_the_rest(tmp_path: Path) -> None:

@@ -35,8 +35,7 @@ OTHERS = 1024
 """Descriptors left for all else: connections, which are 512 at most, maps, programs, pins."""
 
 SELDOM_SECONDS = 60
-"""How old what seldom changes may be. Each cgroup has a second of its own at which it is read
-again, so that scrapes share the work."""
+"""How old what seldom changes may be."""
 _CHUNK = 1 << 14
 """More than a file of a cgroup has, but for io.stat with hundreds of disks."""
 
@@ -94,22 +93,30 @@ class KeptFile:
 
 
 class Seldom(Generic[T]):
-    """What was found in files of each cgroup that seldom change."""
+    """What was found in files of each cgroup that seldom change. Each has a second of its own at
+    which it is read again, so that scrapes share the work."""
 
-    def __init__(self, files: CgroupFiles, hierarchy: Hierarchy) -> None:
+    def __init__(
+        self, files: CgroupFiles, hierarchy: Hierarchy, seconds: int = SELDOM_SECONDS
+    ) -> None:
         self.hierarchy = hierarchy
+        self._seconds = seconds
         self._files = files
         files.each.append(self)
         self._found: dict[int, tuple[tuple[int, object], T]] = {}
 
     def get(self, cgroup: int, read: Callable[[], T], sign: object = None) -> T:
-        """What `read` gives, or gave within SELDOM_SECONDS while `sign` was the same."""
-        its_second = hash((cgroup,)) % SELDOM_SECONDS  # of a tuple: that of a number is itself
-        turn = int(self._files.clock() + its_second) // SELDOM_SECONDS
+        """What `read` gives, or gave within that time while `sign` was the same."""
+        its_second = hash((cgroup,)) % self._seconds  # of a tuple: that of a number is itself
+        turn = int(self._files.clock() + its_second) // self._seconds
         found = self._found.get(cgroup)
         if found is None or found[0] != (turn, sign):
             found = self._found[cgroup] = (turn, sign), read()
         return found[1]
+
+    def forget(self, cgroup: int) -> None:
+        """It is read the next time."""
+        self._found.pop(cgroup, None)
 
     def keep_to(self, live: Collection[int]) -> None:
         """Forgets all other cgroups."""

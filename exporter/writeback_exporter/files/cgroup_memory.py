@@ -21,6 +21,10 @@ from writeback_exporter.metrics.exposition import Samples, Snapshot, family
 from writeback_exporter.names.cgroups import Hierarchy, printable
 from writeback_exporter.settings import Settings
 
+# How long events of v1 without a limit are remembered though no task was killed, should one be
+# counted as the host's a moment before it is as the cgroup's, and both be read between.
+_EVENTS_SECONDS = 600
+
 # No machine has 2^62 bytes: v1 writes nearly 2^63 where there is no limit, and what has run below
 # zero is nearly 2^64.
 _BYTES_LIMIT = 1 << 62
@@ -39,7 +43,7 @@ class _Names:
     """Files, and what their events are called where not all are taken as they are; what two call
     the same is summed."""
     events_of_limits: bool
-    """Whether a cgroup without a limit has no events but tasks that are killed."""
+    """Whether a cgroup without a limit has no events but that tasks are killed."""
 
 
 _STAT = b"/memory.stat"
@@ -67,14 +71,6 @@ _V1 = _Names(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Limits:
-    """Those that are set, in bytes; and the events, where a cgroup without has no more of them."""
-
-    sizes: list[tuple[str, int]]
-    events: dict[str, int]
-
-
 class CgroupMemory(Reader):
     """Memory of each cgroup: dirty, under writeback, in use, its limits, and how often it met
     them."""
@@ -95,7 +91,8 @@ class CgroupMemory(Reader):
         self._stat = KeptFile(host.files, hierarchy, _STAT)
         self._usage = KeptFile(host.files, hierarchy, names.usage)
         self._events = [KeptFile(host.files, hierarchy, name) for name, _ in names.events]
-        self._limits = Seldom[_Limits](host.files, hierarchy)
+        self._limits = Seldom[list[tuple[str, int]]](host.files, hierarchy)
+        self._met_without = Seldom[dict[str, int]](host.files, hierarchy, _EVENTS_SECONDS)
         return []
 
     def fill(self, snapshot: Snapshot, host: Host) -> None:
@@ -116,12 +113,14 @@ class CgroupMemory(Reader):
                     samples.append(((label,), number))
             if (number := _bytes(self._usage.read(cgroup, directory))) is not None:
                 usage.append(((label,), number))
-            limited = self._limits.get(cgroup, partial(self._read_limits, directory), killed)
-            limits += (((label, limit), number) for limit, number in limited.sizes)
-            if limited.sizes or not names.events_of_limits:
+            sizes = self._limits.get(cgroup, partial(self._read_limits, directory))
+            limits += (((label, limit), size) for limit, size in sizes)
+            if sizes or not names.events_of_limits:
                 met = self._met([file.read(cgroup, directory) for file in self._events])
+                self._met_without.forget(cgroup)
             else:
-                met = limited.events
+                read = partial(self._read_events, directory)
+                met = self._met_without.get(cgroup, read, killed)
             events += (((label, event), count) for event, count in met.items())
         snapshot.families += [
             family(catalogue.CGROUP_DIRTY_BYTES, dirty),
@@ -136,18 +135,15 @@ class CgroupMemory(Reader):
         one of its cgroup's as well (mm/oom_kill.c, __oom_kill_process)."""
         return keyed(content(f"{self._procfs}/vmstat") or b"").get(b"oom_kill")
 
-    def _read_limits(self, directory: bytes) -> _Limits:
-        names = self._names
-        found = contents(directory, [name for _, name in names.limits])
-        sizes = [
-            (limit, _bytes(text)) for (limit, _), text in zip(names.limits, found, strict=True)
-        ]
-        return _Limits(
-            [(limit, size) for limit, size in sizes if size is not None],
-            self._met(contents(directory, [name for name, _ in names.events]))
-            if names.events_of_limits
-            else {},
-        )
+    def _read_limits(self, directory: bytes) -> list[tuple[str, int]]:
+        """Those that are set, in bytes."""
+        texts = contents(directory, [name for _, name in self._names.limits])
+        sizes = [_bytes(text) for text in texts]
+        named = zip(self._names.limits, sizes, strict=True)
+        return [(limit, size) for (limit, _), size in named if size is not None]
+
+    def _read_events(self, directory: bytes) -> dict[str, int]:
+        return self._met(contents(directory, [name for name, _ in self._names.events]))
 
     def _met(self, texts: list[bytes | None]) -> dict[str, int]:
         """Numbers by event."""
