@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The oldest libraries that pyproject.toml admits, which are those of Debian 12."""
+"""The oldest libraries that pyproject.toml admits: those of Debian 12, and 13's isal."""
 
 from __future__ import annotations
 

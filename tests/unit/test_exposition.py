@@ -3,10 +3,16 @@
 
 from __future__ import annotations
 
-import gzip
+import random
+import subprocess
+import sys
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import version
+from importlib.util import find_spec, module_from_spec
 from itertools import accumulate
+from types import ModuleType
+from unittest import mock
 
 import pytest
 from hypothesis import example, given
@@ -20,7 +26,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from writeback_exporter.metrics import catalogue
+from writeback_exporter.metrics import catalogue, exposition
 from writeback_exporter.metrics.catalogue import Kind, Metric
 from writeback_exporter.metrics.exposition import (
     HistogramFamily,
@@ -28,7 +34,6 @@ from writeback_exporter.metrics.exposition import (
     Snapshot,
     bucket_counts,
     family,
-    gzip_chunks,
     negotiate,
     render,
 )
@@ -388,16 +393,53 @@ def test_error_of_rows_passes_through() -> None:
         rendered(Snapshot([], [HistogramFamily(ODD, 3, rows)]))
 
 
-@given(chunks=st.lists(st.binary(max_size=5000)), level=st.integers(0, 9))
-def test_gzip_round_trip(chunks: list[bytes], level: int) -> None:
-    assert gzip.decompress(b"".join(gzip_chunks(chunks, level))) == b"".join(chunks)
+def without_isal() -> ModuleType:
+    """The module as it is where there is no isal."""
+    spec = find_spec(exposition.__name__)
+    assert spec
+    assert spec.loader
+    module = module_from_spec(spec)
+    with mock.patch.dict(sys.modules, {"isal": None}):
+        spec.loader.exec_module(module)
+    return module
 
 
-def test_gzip_gathers_chunks() -> None:
-    noise = [bytes((i * j * 7919) >> 5 & 0xFF for j in range(1000)) for i in range(1000)]
-    sizes = [len(chunk) for chunk in gzip_chunks(noise, 0)]
-    assert all(size >= 2**16 for size in sizes[:-1])
-    assert len(sizes) > 10
+COMPRESSING = {"isal.isal_zlib": exposition, "zlib": without_isal()}
+with_each_library = pytest.mark.parametrize("library", COMPRESSING)
+
+
+@with_each_library
+def test_isal_compresses_where_it_is(library: str) -> None:
+    assert COMPRESSING[library].zlib.__name__ == library
+
+
+# Text of metrics repeats itself, and for that there are other paths in the libraries.
+TEXTS = st.builds(bytes.__mul__, st.binary(max_size=5000), st.sampled_from([1, 50]))
+
+
+@with_each_library
+@given(chunks=st.lists(TEXTS))
+@example(chunks=[])
+@example(chunks=[b""])
+def test_gzip_round_trip(library: str, chunks: list[bytes]) -> None:
+    reader = zlib.decompressobj(16 + zlib.MAX_WBITS)
+    packed = b"".join(COMPRESSING[library].gzip_chunks(chunks))
+    assert reader.decompress(packed) == b"".join(chunks)
+    assert reader.eof
+    assert reader.unused_data == b""
+
+
+@with_each_library
+def test_gzip_gathers_chunks(library: str) -> None:
+    """And gzip(1) takes them."""
+    chance = random.Random(1)
+    noise = [chance.randbytes(1000) for _ in range(1000)]
+    packed = list(COMPRESSING[library].gzip_chunks(noise))
+    assert all(2**16 <= len(chunk) < 2**17 + 2000 for chunk in packed[:-1])
+    assert len(packed) > 7
+    whole = b"".join(packed)
+    done = subprocess.run(["gzip", "-d"], input=whole, capture_output=True, check=True)
+    assert (done.stdout, done.stderr) == (b"".join(noise), b"")
 
 
 # Formats -----------------------------------------------------------------------------------------

@@ -302,6 +302,8 @@ def test_big_response_is_whole() -> None:
         packed = fetch(server, headers={"Accept-Encoding": "gzip"}).body
     assert plain.count(b"_count{") == 5_000
     assert gzip.decompress(packed) == plain
+    done = subprocess.run(["gzip", "-d"], input=packed, capture_output=True, check=True)
+    assert (done.stdout, done.stderr) == (plain, b"")
 
 
 def test_keep_alive_and_http_1_0() -> None:

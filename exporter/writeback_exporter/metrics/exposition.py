@@ -11,7 +11,6 @@ name[] are therefore its decisions, and the bytes are equal to its own.
 from __future__ import annotations
 
 import re
-import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -30,6 +29,13 @@ from prometheus_client.registry import Collector, CollectorRegistry
 from prometheus_client.utils import floatToGoString
 
 from writeback_exporter.metrics.catalogue import Kind, Metric
+
+# ISA-L compresses a scrape of 1,000 cgroups, 23 MB, in 6 ms of CPU, zlib in 35, and to 8 % more; to
+# import it takes 0.7 ms and 0.5 MB. Debian 12 does not have it, nor has pip on all architectures.
+try:
+    from isal import isal_zlib as zlib
+except ImportError:
+    import zlib  # type: ignore[no-redef]
 
 Labels = tuple[str, ...]
 """Label values in the order of the metric's labels."""
@@ -174,14 +180,17 @@ def render(snapshot: Snapshot, format: Format, names: Collection[str] = ()) -> I
     return _chunked(_pieces(snapshot, format, frozenset(names)))
 
 
-def gzip_chunks(chunks: Iterable[bytes], level: int = 1) -> Iterator[bytes]:
+def gzip_chunks(chunks: Iterable[bytes]) -> Iterator[bytes]:
     """The chunks as one gzip stream, itself in chunks of about 64 KiB.
 
-    Level 1 compresses 500 MB/s to 1/19; prometheus-client's 9 does 120 MB/s, to 1/25.
+    Of a scrape of 1,000 cgroups level 1 leaves 1.19 MB, zlib's 1.28; prometheus-client's 9 takes
+    164 ms for 1.18. ISA-L's levels are others, from 0 to 3: 2 is no better, 3 as slow as zlib.
     """
-    # memLevel 5: a hash table of 8 KiB instead of 64 leaves the first-level cache to others. 11 %
-    # faster than the default on an idle host, 22 % on a busy one, for 1 % more output.
-    compressor = zlib.compressobj(level, zlib.DEFLATED, 16 + zlib.MAX_WBITS, memLevel=5)
+    # memLevel 5, for zlib: a hash table of 8 KiB instead of 64 leaves the first-level cache to
+    # others. 11 % faster than the default on an idle host, 22 % on a busy one, for 1 % more output.
+    # For ISA-L it is how much makes a block: 220 KB a stream, by default 350 for nothing more; 150
+    # are zlib's.
+    compressor = zlib.compressobj(1, zlib.DEFLATED, 16 + zlib.MAX_WBITS, memLevel=5)
 
     def pieces() -> Iterator[bytes]:
         yield from map(compressor.compress, chunks)
