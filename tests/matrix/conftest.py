@@ -41,9 +41,11 @@ def package() -> Path:
 
 @pytest.fixture(scope="session", params=releases.OTHER)
 def clean(request: pytest.FixtureRequest, package: Path) -> releases.Release:
-    """A release with what the package depends on, and systemd."""
-    depends = lab.sh("dpkg-deb", "--field", package, "Depends")
-    names = sorted(set(re.findall(r"(?:^|, )([a-z0-9.+-]+)", depends)))
+    """A release with systemd and, as apt would have it, what the package depends on and what it
+    recommends; of that Debian 12 has nothing."""
+    fields = ("Depends",) if request.param == "bookworm" else ("Depends", "Recommends")
+    needed = [lab.sh("dpkg-deb", "--field", package, field) for field in fields]
+    names = sorted(set(re.findall(r"(?:^|, )([a-z0-9.+-]+)", ", ".join(needed))))
     # The other one is what Debian 12's bcrypt asks for by names that it provides, which debootstrap
     # does not know.
     names += ["systemd", "python3-cffi-backend"]

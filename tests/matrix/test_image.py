@@ -83,6 +83,10 @@ def test_doctor_says_what_it_says_here(image: Path) -> None:
     assert report.reasons == lab.doctor(prefix=lab.TWO_CAPABILITIES).reasons
 
 
+def test_it_has_what_the_package_recommends(image: Path) -> None:
+    lab.sh("chroot", image, "python3", "-Ic", "from isal import isal_zlib")
+
+
 def test_it_counts_block_io(image: Path, tmp_path: Path) -> None:
     prefix = running(image, CONTAINER["securityContext"]["capabilities"]["add"])
     with (

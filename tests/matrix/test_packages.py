@@ -166,6 +166,15 @@ def serving(root: Root) -> Iterator[lab.Exporter]:
         assert exporter.stop() == 0
 
 
+def test_confined_exporter_compresses_with_isal_where_debian_has_it(
+    root: Root, serving: lab.Exporter
+) -> None:
+    zipped = serving.get("/metrics", {"Accept-Encoding": "gzip"})
+    assert b"writeback_exporter_build_info" in zipped
+    loaded = Path(f"/proc/{serving.process.pid}/maps").read_text()
+    assert ("isal_zlib" in loaded) is (root.release.name != "bookworm")
+
+
 def test_confined_exporter_counts_block_io(serving: lab.Exporter, tmp_path: Path) -> None:
     hierarchy = lab.hierarchies().io
     with (
