@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NoReturn, TypeVar
 
-from writeback_exporter import __version__, doctor, privileges
+from writeback_exporter import __version__, doctor, malloc, privileges
 from writeback_exporter.exporter import COLLECTORS, Exporter
 from writeback_exporter.features import Refused
 from writeback_exporter.files.cgroup_files import KEPT_LIMIT, OTHERS
@@ -86,6 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(settings: Settings) -> int:
+    malloc.give_back()
     config_file = None
     if settings.web_config_file:
         from writeback_exporter.web.config import ConfigFile  # YAML: 5 ms of a start
