@@ -25,7 +25,7 @@ from dashboards.grafana import (
 from dashboards.variables import TARGETS
 from writeback_exporter.metrics import catalogue as c
 
-# Of Prometheus and of prometheus-client's ProcessCollector, which other jobs have too.
+# Of Prometheus and of each client of it, which other jobs have too.
 UP = Series("up", ())
 SCRAPE_SECONDS = Series("scrape_duration_seconds", ())
 CPU_SECONDS = Series("process_cpu_seconds_total", ())

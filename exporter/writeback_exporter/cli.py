@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import resource
@@ -117,6 +118,8 @@ def _serve(settings: Settings) -> int:
             failures.append(error)
             server.stop()
             return
+        gc.freeze()
+        gc.set_threshold(50_000)
         started.set()
         for address in server.addresses:
             log.info("listening on %s://%s%s", scheme, address, settings.telemetry_path)
@@ -152,12 +155,9 @@ def _serve(settings: Settings) -> int:
 
 
 def _raise_descriptor_limit() -> None:
-    # Usually 1024: connections, which are bounded at 512, and our own would be near it.
+    # Usually 1024, which our 512 connections and our own would come near to.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY:
-        wanted = OTHERS + KEPT_LIMIT
-        most = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, KEPT_LIMIT + OTHERS)), hard))
 
 
 def _snapshot(settings: Settings, seconds: float, output: str) -> int:

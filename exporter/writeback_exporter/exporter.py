@@ -13,9 +13,8 @@ import platform
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
-
-from prometheus_client import ProcessCollector
 
 from writeback_exporter import __version__
 from writeback_exporter.collector import Collector, Host
@@ -38,6 +37,7 @@ from writeback_exporter.metrics import catalogue
 from writeback_exporter.metrics.exposition import Family, Snapshot, family
 from writeback_exporter.metrics.history import History, Recent, Sample
 from writeback_exporter.metrics.idle import Idle
+from writeback_exporter.metrics.process import process_metrics
 from writeback_exporter.names.attribution import attribution
 from writeback_exporter.names.cgroups import NEAR, Cgroups, find_hierarchies
 from writeback_exporter.names.devices import Devices
@@ -214,7 +214,8 @@ class Exporter:
                 snapshot.families += run.snapshot.families
                 snapshot.histograms += run.snapshot.histograms
         snapshot.families += _about_collectors(runs) + _about_maps(runs) + self._about_self()
-        snapshot.others += ProcessCollector(registry=None).collect()
+        with suppress(OSError):  # no /proc, where --path.procfs is another
+            snapshot.others += process_metrics()
         if self._idle:
             self._idle.leave_out(snapshot, now)
         itself = 1

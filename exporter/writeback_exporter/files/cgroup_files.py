@@ -146,8 +146,7 @@ class CgroupFiles:
 
     def _set_limit(self) -> None:
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        free = KEPT_LIMIT if soft == resource.RLIM_INFINITY else max(0, soft - OTHERS)
-        limit = min(KEPT_LIMIT, free)
+        limit = min(KEPT_LIMIT, max(0, soft - OTHERS))
         self.room += limit - self._limit
         self._limit = limit
 
