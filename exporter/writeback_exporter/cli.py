@@ -118,8 +118,7 @@ def _serve(settings: Settings) -> int:
             failures.append(error)
             server.stop()
             return
-        gc.freeze()
-        gc.set_threshold(50_000)
+        _collect_garbage_seldom()
         started.set()
         for address in server.addresses:
             log.info("listening on %s://%s%s", scheme, address, settings.telemetry_path)
@@ -152,6 +151,13 @@ def _serve(settings: Settings) -> int:
     if failures:
         raise failures[0]
     return 0
+
+
+def _collect_garbage_seldom() -> None:
+    # A scrape of 1,000 cgroups makes 100,000 tuples, in which no garbage is: to look for some at
+    # every 700, and among all that the start has made, took 10 of 100 ms.
+    gc.freeze()
+    gc.set_threshold(50_000)
 
 
 def _raise_descriptor_limit() -> None:

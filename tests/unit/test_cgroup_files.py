@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -182,7 +181,7 @@ def test_each_is_read_once_a_minute_and_scrapes_share_them(host: Host, step: int
         """Those that were read."""
         reads: list[int] = []
         for cgroup in ids:
-            seldom.get(cgroup, partial(reads.append, cgroup))
+            seldom.get(cgroup, b"%d" % cgroup, lambda directory: reads.append(int(directory)))
         return reads
 
     assert scrape() == list(ids)
@@ -199,19 +198,19 @@ def test_each_is_read_once_a_minute_and_scrapes_share_them(host: Host, step: int
 
 def test_a_sign_that_it_has_changed(host: Host) -> None:
     seldom = Seldom[str](CgroupFiles(Clock()), host.cgroups.hierarchies.io)
-    assert seldom.get(7, lambda: "first", 1) == "first"
-    assert seldom.get(7, lambda: "second", 1) == "first"
-    assert seldom.get(7, lambda: "third", 2) == "third"
-    assert seldom.get(8, lambda: "another's", 2) == "another's"
-    assert seldom.get(7, lambda: "fourth", None) == "fourth"
+    assert seldom.get(7, b"first", bytes.decode, 1) == "first"
+    assert seldom.get(7, b"second", bytes.decode, 1) == "first"
+    assert seldom.get(7, b"third", bytes.decode, 2) == "third"
+    assert seldom.get(8, b"another's", bytes.decode, 2) == "another's"
+    assert seldom.get(7, b"fourth", bytes.decode, None) == "fourth"
 
 
 def test_what_is_of_cgroups_that_are_gone_is_forgotten(place: Place, host: Host) -> None:
     hierarchy = host.cgroups.hierarchies.io
     seldom = Seldom[str](host.files, hierarchy)
     (five,) = (c for c, label, _ in host.cgroups.listed(hierarchy) if label == "/5")
-    assert seldom.get(five, lambda: "before") == "before"
+    assert seldom.get(five, b"before", bytes.decode) == "before"
     remove(place, "", "/5")
     host.cgroups.walk(1.0)
     host.files.settle(host.cgroups)
-    assert seldom.get(five, lambda: "after") == "after"
+    assert seldom.get(five, b"after", bytes.decode) == "after"

@@ -103,16 +103,21 @@ class Seldom(Generic[T]):
         self._seconds = seconds
         self._files = files
         files.each.append(self)
-        self._found: dict[int, tuple[tuple[int, object], T]] = {}
+        self._found: dict[int, tuple[float, object, T]] = {}
+        """When it is to be read again, and what was found under which sign."""
 
-    def get(self, cgroup: int, read: Callable[[], T], sign: object = None) -> T:
-        """What `read` gives, or gave within that time while `sign` was the same."""
-        its_second = hash((cgroup,)) % self._seconds  # of a tuple: that of a number is itself
-        turn = int(self._files.clock() + its_second) // self._seconds
+    def get(
+        self, cgroup: int, directory: bytes, read: Callable[[bytes], T], sign: object = None
+    ) -> T:
+        """What `read` finds in the directory, or found within that time while `sign` was the
+        same."""
+        now = self._files.clock()
         found = self._found.get(cgroup)
-        if found is None or found[0] != (turn, sign):
-            found = self._found[cgroup] = (turn, sign), read()
-        return found[1]
+        if found is None or now >= found[0] or sign != found[1]:
+            its_second = hash((cgroup,)) % self._seconds  # of a tuple: that of a number is itself
+            due = now + self._seconds - (now + its_second) % self._seconds
+            found = self._found[cgroup] = due, sign, read(directory)
+        return found[2]
 
     def forget(self, cgroup: int) -> None:
         """It is read the next time."""

@@ -14,7 +14,7 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 
 from writeback_exporter.collector import Host
 from writeback_exporter.features import Feature, Refused
@@ -204,7 +204,7 @@ class CgroupIo(Reader):
                     break
                 samples.add(file, text, owner)
             else:
-                for file, text in self._set.get(cgroup, partial(self._read_limits, directory)):
+                for file, text in self._set.get(cgroup, directory, self._read_limits):
                     samples.add(file, text, owner)
                 if label == "/":
                     for file in self._of_root:

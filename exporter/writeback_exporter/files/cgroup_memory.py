@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 import threading
 from dataclasses import dataclass
-from functools import partial
 
 from writeback_exporter.collector import Host
 from writeback_exporter.features import Feature, Refused
@@ -113,14 +112,13 @@ class CgroupMemory(Reader):
                     samples.append(((label,), number))
             if (number := _bytes(self._usage.read(cgroup, directory))) is not None:
                 usage.append(((label,), number))
-            sizes = self._limits.get(cgroup, partial(self._read_limits, directory))
+            sizes = self._limits.get(cgroup, directory, self._read_limits)
             limits += (((label, limit), size) for limit, size in sizes)
             if sizes or not names.events_of_limits:
                 met = self._met([file.read(cgroup, directory) for file in self._events])
                 self._met_without.forget(cgroup)
             else:
-                read = partial(self._read_events, directory)
-                met = self._met_without.get(cgroup, read, killed)
+                met = self._met_without.get(cgroup, directory, self._read_events, killed)
             events += (((label, event), count) for event, count in met.items())
         snapshot.families += [
             family(catalogue.CGROUP_DIRTY_BYTES, dirty),
