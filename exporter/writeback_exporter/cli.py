@@ -18,7 +18,7 @@ from typing import NoReturn, TypeVar
 from writeback_exporter import __version__, doctor, malloc, privileges
 from writeback_exporter.exporter import COLLECTORS, Exporter
 from writeback_exporter.features import Refused
-from writeback_exporter.files.cgroup_files import KEPT_LIMIT, OTHERS
+from writeback_exporter.files.cgroup_files import KEPT_LIMIT
 from writeback_exporter.kernel.layout import BadObject
 from writeback_exporter.kernel.pins import Pins
 from writeback_exporter.logs import FORMATS, LEVELS, set_up_logging
@@ -156,6 +156,7 @@ def _serve(settings: Settings) -> int:
 def _collect_garbage_seldom() -> None:
     # A scrape of 1,000 cgroups makes 100,000 tuples, in which no garbage is: to look for some at
     # every 700, and among all that the start has made, took 10 of 100 ms.
+    gc.collect()
     gc.freeze()
     gc.set_threshold(50_000)
 
@@ -163,7 +164,7 @@ def _collect_garbage_seldom() -> None:
 def _raise_descriptor_limit() -> None:
     # Usually 1024, which our 512 connections and our own would come near to.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, KEPT_LIMIT + OTHERS)), hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2 * KEPT_LIMIT)), hard))
 
 
 def _snapshot(settings: Settings, seconds: float, output: str) -> int:

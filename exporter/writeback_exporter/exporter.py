@@ -195,6 +195,7 @@ class Exporter:
             # All maps first, the events of cgroups last: each id in a map has its name by then.
             for run in runs:
                 run.attempt(run.collector.read)
+            self.host.files.settle(self.host.cgroups)
             for run in runs:
                 run.attempt(run.collector.fill, run.snapshot, self.host)
             now = time.monotonic()
@@ -207,7 +208,6 @@ class Exporter:
                 run.attempt(run.inspect)
                 if run.error and due:
                     self._missed[run.collector.name] = due
-            self.host.files.settle(self.host.cgroups)
             self._warn_of_full_maps(runs)
         for run in runs:
             if run.error is None:
@@ -215,7 +215,7 @@ class Exporter:
                 snapshot.histograms += run.snapshot.histograms
         snapshot.families += _about_collectors(runs) + _about_maps(runs) + self._about_self()
         with suppress(OSError):  # no /proc, where --path.procfs is another
-            snapshot.others += process_metrics()
+            snapshot.others += list(process_metrics())
         if self._idle:
             self._idle.leave_out(snapshot, now)
         itself = 1
@@ -267,7 +267,8 @@ class Exporter:
             self.running.clear()
         for collector in running:  # without the lock, for which a thread of theirs may wait
             collector.close()
-        self.host.files.close()
+        with self.lock:
+            self.host.files.close()
         if self._pins:
             self._pins.close()
             self._pins = None

@@ -161,22 +161,27 @@ def test_events_of_v1_where_no_limit_is_set(tmp_path: Path) -> None:
         place.hierarchy("memory", {"/a": {"memory.oom_control": text}})
 
     vmstat.write_text("nr_dirty 7\noom_kill 5\n")
+    opened.scrape()
+    opened.now += SELDOM_SECONDS  # it is no longer new
     assert events() == {"max": 0, "oom_kill": 0}
     killed(1)
     assert events() == {"max": 0, "oom_kill": 0}  # which cannot be
     vmstat.write_text("nr_dirty 7\noom_kill 6\n")
     assert events() == {"max": 0, "oom_kill": 1}
-    vmstat.unlink()
-    assert events() == {"max": 0, "oom_kill": 1}
     killed(2)
+    assert events() == {"max": 0, "oom_kill": 1}
     opened.now += 600
     assert events() == {"max": 0, "oom_kill": 2}
+    vmstat.unlink()
+    for count in (3, 4):
+        killed(count)
+        assert events() == {"max": 0, "oom_kill": count}
 
 
 def test_limits_are_read_again_within_a_minute_and_their_events_at_once(tmp_path: Path) -> None:
     place = Place(tmp_path, V1, {})
     place.hierarchy("blkio", {})
-    place.hierarchy("memory", {"/a": v1(memory_limit_in_bytes="1048576\n")})
+    place.hierarchy("memory", {"/a": v1()})
     opened = Opened(CgroupMemory(), place)
 
     def limit_and_events() -> tuple[float, float]:
@@ -186,6 +191,10 @@ def test_limits_are_read_again_within_a_minute_and_their_events_at_once(tmp_path
             scrape.sum("cgroup_memory_events_total", event="max"),
         )
 
+    for size in (7340032, 1048576):  # while it is new
+        place.hierarchy("memory", {"/a": {"memory.limit_in_bytes": f"{size}\n"}})
+        assert limit_and_events() == (size, 0)
+    opened.now += SELDOM_SECONDS
     assert limit_and_events() == (1048576, 0)
     changed = {"memory.limit_in_bytes": "2097152\n", "memory.failcnt": "3\n"}
     place.hierarchy("memory", {"/a": changed})

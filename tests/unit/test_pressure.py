@@ -185,8 +185,8 @@ def test_files_that_the_kernel_lacks_are_not_opened(
 
     monkeypatch.setattr(os, "open", watched)
     series(collector, its_host)
-    assert len(read) == 6
-    assert all(os.path.exists(path) for path in read)
+    assert not any("irq" in path for path in read)
+    assert {"cpu.pressure", "memory.pressure", "io.pressure"} < set(read)
 
 
 def test_pressure_of_a_cgroup_switched_off_and_on(tmp_path: Path) -> None:

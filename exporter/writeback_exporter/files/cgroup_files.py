@@ -12,13 +12,13 @@ compares):
 | read again from a kept file | 8.9 | 0.8 | 3.2 | 2.8 |
 
 A BPF iterator (iter/cgroup) takes a twentieth of open and read (guests, 6.1 to 7.3), but has only
-pressure and dirty memory, up to 2 s old, nothing of v1, and is not in 5.10. inotify would tell of a
-limit that is written, but not of one written in a cgroup namespace, which has a mount of its own;
-and its watches are few, and shared by all that a user runs.
+pressure and dirty memory, up to 2 s old, nothing of v1, and is not in 5.10. inotify would tell when
+a limit is written, but its watches are few, and shared by all that a user runs.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import time
@@ -29,13 +29,14 @@ from writeback_exporter.features import raise_if_exhausted
 from writeback_exporter.names.cgroups import Cgroups, Hierarchy
 
 KEPT_LIMIT = 8192
-"""Files kept open at most: those of 1,000 cgroups. Each takes 4.4 KB of the kernel's memory, 36 MB
+"""Files kept open at most: those of 1,000 cgroups. Each takes 5.6 KB of the kernel's memory, 46 MB
 in all, which count as the exporter's cgroup's."""
-OTHERS = 1024
-"""Descriptors left for all else: connections, which are 512 at most, maps, programs, pins."""
+OTHERS = 2048
+"""Descriptors left for all else: 512 connections, 1,000 PSI triggers, some 100 of BPF and pins."""
 
 SELDOM_SECONDS = 60
 """How old what seldom changes may be."""
+
 _CHUNK = 1 << 14
 """More than a file of a cgroup has, but for io.stat with hundreds of disks."""
 
@@ -46,11 +47,10 @@ class KeptFile:
     """A file of each cgroup, kept open where there is room."""
 
     def __init__(self, files: CgroupFiles, hierarchy: Hierarchy, name: bytes) -> None:
-        """`name` with the slash before it."""
-        self.hierarchy, self.name = hierarchy, name
+        self.hierarchy = hierarchy
+        self._name = name
         self._files = files
         self._descriptors: dict[int, int] = {}
-        files.each.append(self)
 
     def read(self, cgroup: int, directory: bytes) -> bytes | None:
         """Its content now; None where there is none, as where the cgroup has gone.
@@ -65,27 +65,20 @@ class KeptFile:
             except OSError:
                 # ENODEV: the cgroup has gone, or its controller has, and may be back.
                 self._close(cgroup)
-        descriptor = _open(directory + self.name)
-        if descriptor is None:
-            return None
         try:
-            text = _whole(descriptor)
-        except OSError:
-            os.close(descriptor)
-            return None
-        if self._files.room > 0:
-            self._files.room -= 1
+            if self._files.room == 0:
+                return self._files.content(directory + b"/" + self._name)
+            descriptor = self._files.open(cgroup, directory, self._name)
             self._descriptors[cgroup] = descriptor
-        else:
-            os.close(descriptor)
-        return text
+            self._files.room -= 1
+            return _whole(descriptor)
+        except OSError:
+            return None
 
     def keep_to(self, live: Collection[int]) -> None:
-        """Closes those of all other cgroups, and as many more as there is no room for."""
+        """Closes those of all other cgroups."""
         for cgroup in self._descriptors.keys() - live:
             self._close(cgroup)
-        while self._files.room < 0 and self._descriptors:
-            self._close(next(reversed(self._descriptors)))
 
     def _close(self, cgroup: int) -> None:
         os.close(self._descriptors.pop(cgroup))
@@ -93,34 +86,38 @@ class KeptFile:
 
 
 class Seldom(Generic[T]):
-    """What was found in files of each cgroup that seldom change. Each has a second of its own at
-    which it is read again, so that scrapes share the work."""
+    """What was found in files of each cgroup that seldom change, but in its first minute, in which
+    its limits are set. After it each has a second of its own at which it is read again, so that
+    scrapes share the work."""
 
-    def __init__(
-        self, files: CgroupFiles, hierarchy: Hierarchy, seconds: int = SELDOM_SECONDS
-    ) -> None:
+    def __init__(self, files: CgroupFiles, hierarchy: Hierarchy, seconds: int) -> None:
         self.hierarchy = hierarchy
         self._seconds = seconds
         self._files = files
-        files.each.append(self)
-        self._found: dict[int, tuple[float, object, T]] = {}
-        """When it is to be read again, and what was found under which sign."""
+        self._found: dict[int, tuple[float, float, object, T]] = {}
+        """When it was first read and is to be read again; what was found, under which sign."""
 
     def get(
-        self, cgroup: int, directory: bytes, read: Callable[[bytes], T], sign: object = None
+        self, cgroup: int, directory: bytes, read: Callable[[int, bytes], T], sign: object = None
     ) -> T:
-        """What `read` finds in the directory, or found within that time while `sign` was the
-        same."""
+        """What `read` finds, or has found within that time while `sign` was the same. What it
+        raises comes out, and nothing is remembered then."""
         now = self._files.clock()
         found = self._found.get(cgroup)
-        if found is None or now >= found[0] or sign != found[1]:
+        if found is not None and now < found[1] and sign == found[2]:
+            return found[3]
+        value = read(cgroup, directory)
+        first = found[0] if found else now
+        if now < first + SELDOM_SECONDS:
+            due = now
+        else:
             its_second = hash((cgroup,)) % self._seconds  # of a tuple: that of a number is itself
             due = now + self._seconds - (now + its_second) % self._seconds
-            found = self._found[cgroup] = due, sign, read(directory)
-        return found[2]
+        self._found[cgroup] = first, due, sign, value
+        return value
 
     def forget(self, cgroup: int) -> None:
-        """It is read the next time."""
+        """It is as if it was new."""
         self._found.pop(cgroup, None)
 
     def keep_to(self, live: Collection[int]) -> None:
@@ -130,69 +127,100 @@ class Seldom(Generic[T]):
 
 
 class CgroupFiles:
-    """All that stays, of all readers. `settle` after each scrape, `close` at the end."""
+    """All that stays, of all readers. `settle` before they read, `close` at the end."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
-        self.each: list[KeptFile | Seldom[Any]] = []
         self.room = 0
-        """How many more files may be kept; below 0 where the limit has been lowered."""
+        """How many more files may be kept."""
         self._limit = 0
+        self._kept: list[KeptFile] = []
+        self._seldom: list[Seldom[Any]] = []
         self._generation = 0
         self._set_limit()
 
+    def kept(self, hierarchy: Hierarchy, name: bytes) -> KeptFile:
+        """The file of that name in each cgroup."""
+        self._kept.append(KeptFile(self, hierarchy, name))
+        return self._kept[-1]
+
+    def seldom(self, hierarchy: Hierarchy, seconds: int = SELDOM_SECONDS) -> Seldom[Any]:
+        """Room for what is found in each cgroup, and is read again after so long."""
+        self._seldom.append(Seldom(self, hierarchy, seconds))
+        return self._seldom[-1]
+
     def settle(self, cgroups: Cgroups) -> None:
-        """Drops what is of cgroups that are gone."""
+        """Drops what is of cgroups that are gone, and what there is no room for any more."""
         self._set_limit()
-        if self.room < 0 or cgroups.generation != self._generation:
+        if cgroups.generation != self._generation:
             self._generation = cgroups.generation
-            for stays in self.each:
-                stays.keep_to(cgroups.live(stays.hierarchy))
+            stays: list[KeptFile | Seldom[Any]] = [*self._kept, *self._seldom]
+            for each in stays:
+                each.keep_to(cgroups.live(each.hierarchy))
 
     def _set_limit(self) -> None:
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         limit = min(KEPT_LIMIT, max(0, soft - OTHERS))
         self.room += limit - self._limit
         self._limit = limit
+        if self.room < 0:  # it has been lowered
+            self.close()
 
     def close(self) -> None:
         """Closes all files."""
-        for stays in self.each:
-            stays.keep_to(())
+        for file in self._kept:
+            file.keep_to(())
 
+    def contents(self, cgroup: int, directory: bytes, names: Iterable[bytes]) -> list[bytes | None]:
+        """Of files that are not kept; None for each that there is not. Raises OSError where the
+        cgroup has gone, or cannot be read now, and Refused where no file can be opened at all."""
+        above = self._directory(cgroup, directory)
+        try:
+            return [self._content_if_there(name, above) for name in names]
+        finally:
+            os.close(above)
 
-def contents(directory: bytes, names: Iterable[bytes]) -> list[bytes | None]:
-    """Of these files, None for each that is not there: half the CPU of opening each by path.
+    def _content_if_there(self, name: bytes, above: int) -> bytes | None:
+        try:
+            return self.content(name, above)
+        except FileNotFoundError:
+            return None
 
-    Raises Refused where no file can be opened at all.
-    """
-    above = _open(directory, os.O_PATH)
-    if above is None:
-        return [None for _ in names]
-    try:
-        return [_read(name[1:], above) for name in names]
-    finally:
-        os.close(above)
+    def content(self, path: bytes, above: int | None = None) -> bytes:
+        """Of a file that is not kept. Raises as `contents` does, also where it is not there."""
+        descriptor = self._open(path, os.O_RDONLY, above)
+        try:
+            return _whole(descriptor)
+        finally:
+            os.close(descriptor)
 
+    def open(self, cgroup: int, directory: bytes, name: bytes) -> int:
+        """A descriptor of a file of that cgroup. Raises as `content` does."""
+        above = self._directory(cgroup, directory)
+        try:
+            return self._open(name, os.O_RDONLY, above)
+        finally:
+            os.close(above)
 
-def _read(path: bytes, above: int) -> bytes | None:
-    descriptor = _open(path, os.O_RDONLY, above)
-    if descriptor is None:
-        return None
-    try:
-        return _whole(descriptor)
-    except OSError:
-        return None
-    finally:
+    def _directory(self, cgroup: int, path: bytes) -> int:
+        descriptor = self._open(path, os.O_PATH)
+        if os.fstat(descriptor).st_ino == cgroup:
+            return descriptor
+        # Its name is another's, of which no event has told yet: what is kept would stay wrong.
         os.close(descriptor)
+        raise FileNotFoundError(errno.ENOENT, "another cgroup has this path", path)
 
-
-def _open(path: bytes, flags: int = os.O_RDONLY, above: int | None = None) -> int | None:
-    try:
-        return os.open(path, flags | os.O_CLOEXEC, dir_fd=above)
-    except OSError as error:
-        raise_if_exhausted(error)
-        return None
+    def _open(self, path: bytes, flags: int, above: int | None = None) -> int:
+        try:
+            return os.open(path, flags | os.O_CLOEXEC, dir_fd=above)
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE) or self.room == self._limit:
+                raise_if_exhausted(error)
+                raise
+        # Others need those that are kept more.
+        self.close()
+        self.room = self._limit = 0
+        return self._open(path, flags, above)
 
 
 def _whole(descriptor: int, text: bytes = b"") -> bytes:

@@ -19,7 +19,7 @@ from functools import cache
 from writeback_exporter.collector import Host
 from writeback_exporter.features import Feature, Refused
 from writeback_exporter.files.base import Reader, content, nested
-from writeback_exporter.files.cgroup_files import KeptFile, Seldom, contents
+from writeback_exporter.files.cgroup_files import Seldom
 from writeback_exporter.metrics import catalogue
 from writeback_exporter.metrics.catalogue import Metric
 from writeback_exporter.metrics.exposition import Family, Labels, Snapshot, family
@@ -72,18 +72,18 @@ _V1_COUNT = re.compile(rb"^([0-9:]+) (Read|Write|Discard) ([1-9][0-9]*)$", re.MU
 def _v1_counts(name: bytes, metric: Metric) -> _File:
     ops = ("read", "write", "discard")
     fields = {op.capitalize().encode(): _Field(metric, (op,)) for op in ops}
-    return _File(b"/blkio.throttle." + name, _V1_COUNT.findall, fields, b"0")
+    return _File(b"blkio.throttle." + name, _V1_COUNT.findall, fields, b"0")
 
 
 def _v1_limit(name: bytes, metric: Metric, op: str) -> _File:
-    return _File(b"/blkio.throttle." + name, _lines, {b"": _Field(metric, (op,))}, b"0")
+    return _File(b"blkio.throttle." + name, _lines, {b"": _Field(metric, (op,))}, b"0")
 
 
 # Files of counts are there wherever the controller is on. A cgroup has a line for each disk that it
 # has used; an op that it has not used has no sample.
 _V2_COUNTS: tuple[_File, ...] = (
     _File(
-        b"/io.stat",
+        b"io.stat",
         nested,
         {
             b"rbytes": _Field(catalogue.CGROUP_IO_BYTES, ("read",)),
@@ -100,7 +100,7 @@ _V2_COUNTS: tuple[_File, ...] = (
 )
 _V2_LIMITS: tuple[_File, ...] = (
     _File(
-        b"/io.max",
+        b"io.max",
         nested,
         {
             b"rbps": _Field(catalogue.CGROUP_IO_MAX_BYTES, ("read",)),
@@ -111,13 +111,13 @@ _V2_LIMITS: tuple[_File, ...] = (
         b"max",
     ),
     _File(
-        b"/io.latency",
+        b"io.latency",
         nested,
         {b"target": _Field(catalogue.CGROUP_IO_LATENCY_TARGET_SECONDS, (), _MICROSECONDS)},
         b"max",
     ),
-    _weight(b"/io.weight", "iocost"),
-    _weight(b"/io.bfq.weight", "bfq"),
+    _weight(b"io.weight", "iocost"),
+    _weight(b"io.bfq.weight", "bfq"),
 )
 _V1_COUNTS: tuple[_File, ...] = (
     _v1_counts(b"io_service_bytes", catalogue.CGROUP_IO_BYTES),
@@ -128,18 +128,18 @@ _V1_LIMITS: tuple[_File, ...] = (
     _v1_limit(b"write_bps_device", catalogue.CGROUP_IO_MAX_BYTES, "write"),
     _v1_limit(b"read_iops_device", catalogue.CGROUP_IO_MAX_OPERATIONS, "read"),
     _v1_limit(b"write_iops_device", catalogue.CGROUP_IO_MAX_OPERATIONS, "write"),
-    _weight(b"/blkio.bfq.weight_device", "bfq"),
+    _weight(b"blkio.bfq.weight_device", "bfq"),
 )
 # Of v2's root alone, and of disks: without a cgroup in their labels.
 _IOCOST: tuple[_File, ...] = (
     _File(
-        b"/io.stat",
+        b"io.stat",
         nested,
         {b"cost.vrate": _Field(catalogue.IOCOST_VRATE_RATIO, (), _PERCENT)},
         b"",
     ),
     _File(
-        b"/io.cost.qos",
+        b"io.cost.qos",
         nested,
         {
             b"enable": _Field(catalogue.IOCOST_ENABLED),
@@ -153,7 +153,7 @@ _IOCOST: tuple[_File, ...] = (
         b"",
     ),
     _File(
-        b"/io.cost.model",
+        b"io.cost.model",
         nested,
         {
             b"rbps": _Field(catalogue.IOCOST_MODEL_BYTES, ("read",)),
@@ -168,6 +168,11 @@ _IOCOST: tuple[_File, ...] = (
 )
 
 
+_Set = tuple[_File, bytes, list[tuple[str, str | None]]]
+"""A file with what is set, its text, and which disk had each number in it then: by now it may be
+another's."""
+
+
 class CgroupIo(Reader):
     """Block IO of each cgroup as the kernel counts it, its limits and weights as they are set, and
     iocost."""
@@ -180,7 +185,7 @@ class CgroupIo(Reader):
         self._counts = _V2_COUNTS if v2 else _V1_COUNTS
         self._limits = _V2_LIMITS if v2 else _V1_LIMITS
         self._of_root = _IOCOST if v2 else ()
-        sign = os.fsencode(self._hierarchy.mount) + self._counts[0].name
+        sign = os.path.join(os.fsencode(self._hierarchy.mount), self._counts[0].name)
         if content(sign) is None:
             raise Refused(
                 "no io controller",
@@ -188,10 +193,9 @@ class CgroupIo(Reader):
                 "run a kernel with CONFIG_BLK_CGROUP and CONFIG_BLK_DEV_THROTTLING; in a cgroup "
                 "namespace, mount the host's cgroup file system",
             )
-        self._kept = [
-            (file, KeptFile(host.files, self._hierarchy, file.name)) for file in self._counts
-        ]
-        self._set = Seldom[list[tuple[_File, bytes]]](host.files, self._hierarchy)
+        self._files, self._devices = host.files, host.devices
+        self._kept = [(file, host.files.kept(self._hierarchy, file.name)) for file in self._counts]
+        self._set: Seldom[list[_Set]] = host.files.seldom(self._hierarchy)
         return []
 
     def fill(self, snapshot: Snapshot, host: Host) -> None:
@@ -201,20 +205,41 @@ class CgroupIo(Reader):
             for file, kept in self._kept:
                 text = kept.read(cgroup, directory)
                 if text is None:  # it has gone, or the controller is off there
+                    self._set.forget(cgroup)
                     break
                 samples.add(file, text, owner)
             else:
-                for file, text in self._set.get(cgroup, directory, self._read_limits):
+                for file, text in self._limits_of(cgroup, directory):
                     samples.add(file, text, owner)
                 if label == "/":
                     for file in self._of_root:
-                        samples.add(file, content(directory + file.name) or b"", ())
+                        samples.add(file, content(os.path.join(directory, file.name)) or b"", ())
         snapshot.families += samples.families()
 
-    def _read_limits(self, directory: bytes) -> list[tuple[_File, bytes]]:
+    def _limits_of(self, cgroup: int, directory: bytes) -> Iterator[tuple[_File, bytes]]:
+        try:
+            found = self._set.get(cgroup, directory, self._read_limits)
+            if any(self._devices.name(n) != name for _, _, names in found for n, name in names):
+                self._set.forget(cgroup)
+                found = self._set.get(cgroup, directory, self._read_limits)
+        except OSError:  # it has gone meanwhile, or its directory has been closed to us
+            return
+        for file, text, _ in found:
+            yield file, text
+
+    def _read_limits(self, cgroup: int, directory: bytes) -> list[_Set]:
         """Of the files that are there, as those of bfq are with its module, and not empty."""
-        texts = contents(directory, (file.name for file in self._limits))
-        return [(file, text) for file, text in zip(self._limits, texts, strict=True) if text]
+        names = (file.name for file in self._limits)
+        texts = self._files.contents(cgroup, directory, names)
+        return [
+            (file, text, self._names_in(file, text))
+            for file, text in zip(self._limits, texts, strict=True)
+            if text
+        ]
+
+    def _names_in(self, file: _File, text: bytes) -> list[tuple[str, str | None]]:
+        numbers = {os.fsdecode(number) for number, _, _ in file.split(text)} - {"default"}
+        return [(number, self._devices.name(number)) for number in numbers]
 
 
 class _Samples:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from writeback_exporter.collector import Host
 from writeback_exporter.features import Feature, Refused
 from writeback_exporter.files.base import Reader, content, keyed
-from writeback_exporter.files.cgroup_files import KeptFile, Seldom, contents
+from writeback_exporter.files.cgroup_files import Seldom
 from writeback_exporter.metrics import catalogue
 from writeback_exporter.metrics.exposition import Samples, Snapshot, family
 from writeback_exporter.names.cgroups import Hierarchy, printable
@@ -45,26 +45,26 @@ class _Names:
     """Whether a cgroup without a limit has no events but that tasks are killed."""
 
 
-_STAT = b"/memory.stat"
+_STAT = b"memory.stat"
 _V2 = _Names(
     dirty=re.compile(rb"\nfile_dirty (\d+)\n"),
     writeback=re.compile(rb"\nfile_writeback (\d+)\n"),
-    usage=b"/memory.current",
-    limits=(("max", b"/memory.max"), ("high", b"/memory.high")),
-    events=((b"/memory.events", {}),),
+    usage=b"memory.current",
+    limits=(("max", b"memory.max"), ("high", b"memory.high")),
+    events=((b"memory.events", {}),),
     events_of_limits=False,  # those below it may have limits
 )
 # total_: with those below it, unless 5.10 or before has use_hierarchy off; then both are the same.
 _V1 = _Names(
     dirty=re.compile(rb"\ntotal_dirty (\d+)\n"),
     writeback=re.compile(rb"\ntotal_writeback (\d+)\n"),
-    usage=b"/memory.usage_in_bytes",
-    limits=(("max", b"/memory.limit_in_bytes"), ("soft", b"/memory.soft_limit_in_bytes")),
+    usage=b"memory.usage_in_bytes",
+    limits=(("max", b"memory.limit_in_bytes"), ("soft", b"memory.soft_limit_in_bytes")),
     events=(
         # Where the limit of memory and swap is the same, as Docker sets it, only that one is met.
-        (b"/memory.failcnt", {b"": "max"}),
-        (b"/memory.memsw.failcnt", {b"": "max"}),
-        (b"/memory.oom_control", {b"oom_kill": "oom_kill"}),
+        (b"memory.failcnt", {b"": "max"}),
+        (b"memory.memsw.failcnt", {b"": "max"}),
+        (b"memory.oom_control", {b"oom_kill": "oom_kill"}),
     ),
     events_of_limits=True,
 )
@@ -87,11 +87,12 @@ class CgroupMemory(Reader):
         self._hierarchy: Hierarchy = hierarchy
         self._procfs = settings.procfs
         self._names = names = _V2 if hierarchy.id == 0 else _V1
-        self._stat = KeptFile(host.files, hierarchy, _STAT)
-        self._usage = KeptFile(host.files, hierarchy, names.usage)
-        self._events = [KeptFile(host.files, hierarchy, name) for name, _ in names.events]
-        self._limits = Seldom[list[tuple[str, int]]](host.files, hierarchy)
-        self._met_without = Seldom[dict[str, int]](host.files, hierarchy, _EVENTS_SECONDS)
+        self._files = files = host.files
+        self._stat = files.kept(hierarchy, _STAT)
+        self._usage = files.kept(hierarchy, names.usage)
+        self._events = [files.kept(hierarchy, name) for name, _ in names.events]
+        self._limits: Seldom[list[tuple[str, int]]] = files.seldom(hierarchy)
+        self._met_without: Seldom[dict[str, int]] = files.seldom(hierarchy, _EVENTS_SECONDS)
         return []
 
     def fill(self, snapshot: Snapshot, host: Host) -> None:
@@ -105,6 +106,8 @@ class CgroupMemory(Reader):
         for cgroup, label, directory in host.cgroups.listed(self._hierarchy):
             stat = self._stat.read(cgroup, directory)
             if stat is None:  # it has gone, or the controller is off there
+                self._limits.forget(cgroup)
+                self._met_without.forget(cgroup)
                 continue
             for samples, pattern in ((dirty, names.dirty), (writeback, names.writeback)):
                 match = pattern.search(stat)
@@ -112,13 +115,16 @@ class CgroupMemory(Reader):
                     samples.append(((label,), number))
             if (number := _bytes(self._usage.read(cgroup, directory))) is not None:
                 usage.append(((label,), number))
-            sizes = self._limits.get(cgroup, directory, self._read_limits)
+            try:
+                sizes = self._limits.get(cgroup, directory, self._read_limits)
+                if sizes or not names.events_of_limits:
+                    met = self._met([file.read(cgroup, directory) for file in self._events])
+                    self._met_without.forget(cgroup)
+                else:
+                    met = self._met_without.get(cgroup, directory, self._read_events, killed)
+            except OSError:  # it has gone meanwhile, or its directory has been closed to us
+                continue
             limits += (((label, limit), size) for limit, size in sizes)
-            if sizes or not names.events_of_limits:
-                met = self._met([file.read(cgroup, directory) for file in self._events])
-                self._met_without.forget(cgroup)
-            else:
-                met = self._met_without.get(cgroup, directory, self._read_events, killed)
             events += (((label, event), count) for event, count in met.items())
         snapshot.families += [
             family(catalogue.CGROUP_DIRTY_BYTES, dirty),
@@ -128,20 +134,23 @@ class CgroupMemory(Reader):
             family(catalogue.CGROUP_MEMORY_EVENTS, events),
         ]
 
-    def _killed(self) -> int | None:
+    def _killed(self) -> object:
         """How many tasks have been killed for want of memory on the host, by limits too; each is
-        one of its cgroup's as well (mm/oom_kill.c, __oom_kill_process)."""
-        return keyed(content(f"{self._procfs}/vmstat") or b"").get(b"oom_kill")
+        one of its cgroup's as well (mm/oom_kill.c, __oom_kill_process). Something else each time
+        where that is not known."""
+        return keyed(content(f"{self._procfs}/vmstat") or b"").get(b"oom_kill", object())
 
-    def _read_limits(self, directory: bytes) -> list[tuple[str, int]]:
+    def _read_limits(self, cgroup: int, directory: bytes) -> list[tuple[str, int]]:
         """Those that are set, in bytes."""
-        texts = contents(directory, [name for _, name in self._names.limits])
+        names = [name for _, name in self._names.limits]
+        texts = self._files.contents(cgroup, directory, names)
         sizes = [_bytes(text) for text in texts]
         named = zip(self._names.limits, sizes, strict=True)
         return [(limit, size) for (limit, _), size in named if size is not None]
 
-    def _read_events(self, directory: bytes) -> dict[str, int]:
-        return self._met(contents(directory, [name for name, _ in self._names.events]))
+    def _read_events(self, cgroup: int, directory: bytes) -> dict[str, int]:
+        names = [name for name, _ in self._names.events]
+        return self._met(self._files.contents(cgroup, directory, names))
 
     def _met(self, texts: list[bytes | None]) -> dict[str, int]:
         """Numbers by event."""

@@ -48,7 +48,7 @@ class Pressure(Reader):
         else:
             features.append(Feature("pressure_cgroups", True))
             self._of_cgroups = {
-                resource: KeptFile(host.files, hierarchy, f"/{resource}.pressure".encode())
+                resource: host.files.kept(hierarchy, f"{resource}.pressure".encode())
                 for resource in resources
             }
         return features

@@ -39,7 +39,7 @@ from writeback_exporter.settings import PressureTrigger, Settings
 log = logging.getLogger(__name__)
 
 LIMIT = 1000
-"""Triggers armed at once: each is a descriptor, of which the exporter may have 4096."""
+"""Triggers armed at once: each is a descriptor."""
 
 _SERIES_LIMIT = 50_000
 """Counters kept where nobody scrapes, of cgroups that have gone as well."""

@@ -610,7 +610,7 @@ CGROUP_MEMORY_EVENTS = _metric(
     Kind.COUNTER,
     "Times that the cgroup or one below it met a limit of its memory: low, high, max, oom, "
     "oom_kill and so on. On cgroup v1 max (memory, or memory and swap) and oom_kill, of the cgroup "
-    "alone.",
+    "alone; max up to a minute after a limit is set.",
     ("cgroup", "event"),
 )
 CGROUP_IO_BYTES = _metric(
