@@ -34,6 +34,7 @@ from tests.bench.bench_scrape import ACCEPT, container_name
 from tests.bench.tables import Goal, print_table, print_text
 from tests.monitoring import free_address
 from writeback_exporter.exporter import COLLECTORS
+from writeback_exporter.files.cgroup_files import SELDOM_SECONDS
 from writeback_exporter.kernel.libbpf import Map, enable_stats
 from writeback_exporter.probes.base import Probe
 
@@ -263,6 +264,7 @@ def scrapes(active: int) -> Iterator[Goal]:
         assert len(counted) >= active, f"{len(counted)} of {active} cgroups had IO"
         text = exporter.get("/metrics").decode()
         written, compressed = by_client(text)
+        time.sleep(SELDOM_SECONDS)  # in a cgroup's first minute its limits are read at each scrape
         ours = scrape(exporter.process.pid, f"{exporter.url}/metrics", load, INTERVAL)
         only_bpf = scrape(alone.process.pid, f"{alone.url}/metrics", load)
         with node_exporter() as (pid, url):
@@ -302,6 +304,8 @@ def idle(seconds: int) -> Iterator[Goal]:
             exporter.get("/metrics", headers)
             return lab.Scrape(exporter.get("/metrics").decode()) if not seconds else lab.Scrape("")
 
+        wait_and_scrape(0)
+        time.sleep(SELDOM_SECONDS)
         first = wait_and_scrape(0)
         begin, before = time.perf_counter(), cpu_seconds(exporter.process.pid)
         for _ in range(seconds // INTERVAL):
