@@ -22,7 +22,8 @@ def give_back() -> None:
 
     After 117,000 cgroups had come and gone, heaps had 53 MB, 13 of them in use; with this they had
     12, and blocks with mappings 6: RSS was 64 MB instead of 100. One heap for all threads, or
-    malloc_trim() before each scrape, grew as before.
+    malloc_trim() before each scrape, grew as before. Page faults for it cost 2 to 3 % of a scrape's
+    CPU, 182 ms instead of 178 at 130,000 series.
     """
     if hasattr(_libc, "mallopt"):  # musl has none
         _libc.mallopt(_M_MMAP_THRESHOLD, _THRESHOLD_BYTES)
