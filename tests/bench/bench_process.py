@@ -57,11 +57,12 @@ kernel at each program that is attached."""
 IDLE = """BPF programs run for whatever the machine does meanwhile, and cgroups that others make
 cost the process as well. Nearly all of the rest is the scrapes: at an interval of 30 s it is
 half."""
-FILES = """Each cgroup reads and writes before each scrape, and ours are 15 s apart, so that a
-quarter of what is read once a minute is in each, and all that the process does meanwhile. Half of
-ours is the kernel's files of cgroups. Where that is too much, --no-collector.cgroup_memory,
-cgroup_io and pressure leave what BPF counts, which is the second row. node_exporter writes a
-hundredth of the series, so that its fixed part shows in each."""
+FILES = """Each cgroup reads and writes before each scrape of ours. They follow one another; in the
+second row they are 15 s apart, as Prometheus asks, and a scrape has a quarter of what is read once
+a minute, caches that others have used, a sample for the status page, and all that the process did
+meanwhile. Half of ours is the kernel's files of cgroups. Where that is too much,
+--no-collector.cgroup_memory, cgroup_io and pressure leave what BPF counts, which is the third row.
+node_exporter writes a hundredth of the series, so that its fixed part shows in each."""
 
 DEFAULT = [name for name, collector in COLLECTORS.items() if collector.default]
 BY_BPF = [name for name in DEFAULT if issubclass(COLLECTORS[name], Probe)]
@@ -265,15 +266,18 @@ def scrapes(active: int) -> Iterator[Goal]:
         text = exporter.get("/metrics").decode()
         written, compressed = by_client(text)
         time.sleep(SELDOM_SECONDS)  # in a cgroup's first minute its limits are read at each scrape
-        ours = scrape(exporter.process.pid, f"{exporter.url}/metrics", load, INTERVAL)
+        pid = exporter.process.pid
+        ours = scrape(pid, f"{exporter.url}/metrics", load)
+        apart = scrape(pid, f"{exporter.url}/metrics", load, INTERVAL)
         only_bpf = scrape(alone.process.pid, f"{alone.url}/metrics", load)
-        with node_exporter() as (pid, url):
-            node = scrape(pid, url)
+        with node_exporter() as (its_pid, url):
+            node = scrape(its_pid, url)
     print_table(
         f"A scrape over HTTP, with {active:,} cgroups that have read and written",
         ("", *SCRAPE_HEAD),
         [
             ["ours", *ours.cells()],
+            [f"ours, {INTERVAL} s apart", *apart.cells()],
             ["ours, collectors by BPF alone", *only_bpf.cells()],
             ["node_exporter, which knows no cgroups", *node.cells()],
         ],

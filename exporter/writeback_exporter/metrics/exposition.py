@@ -445,6 +445,8 @@ def _count_texts(cumulative: Sequence[int]) -> list[str]:
 
 def _value_text(value: float) -> str:
     """As floatToGoString writes it."""
+    if type(value) is int and value >= 0:
+        return _SMALL[value] if value < len(_SMALL) else _count_text(value)
     value = float(value)
     if -_FIRST_INEXACT < value < 1e6:
         return repr(value)
