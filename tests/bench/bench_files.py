@@ -27,6 +27,7 @@ from tests.bench.tables import Goal, print_table, print_text
 from writeback_exporter.collector import Host
 from writeback_exporter.exporter import COLLECTORS
 from writeback_exporter.files.base import Reader, content
+from writeback_exporter.files.cgroup_files import SELDOM_SECONDS, CgroupFiles
 from writeback_exporter.metrics.exposition import Snapshot, negotiate, render
 from writeback_exporter.names.cgroups import Cgroups, Hierarchies, Hierarchy
 from writeback_exporter.names.devices import Devices
@@ -161,7 +162,16 @@ class Cost:
     lines: int
 
 
-def cost(reader: Reader, host: Host) -> Cost:
+class Clock:
+    """Of what is remembered: all is new at first, and then not."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def cost(reader: Reader, host: Host, clock: Clock) -> Cost:
     reader.open(
         Settings((), "/metrics", frozenset(COLLECTORS), "/proc", "/sys", "/sys/fs/cgroup"),
         host,
@@ -172,6 +182,7 @@ def cost(reader: Reader, host: Host) -> Cost:
         begin = time.process_time()
         reader.fill(Snapshot(), host)
         first = time.process_time() - begin
+        clock.now += SELDOM_SECONDS
         fill = cpu_seconds(lambda: reader.fill(Snapshot(), host))
         reader.fill(snapshot, host)
         text = b"".join(render(snapshot, negotiate(ACCEPT)))
@@ -204,9 +215,10 @@ def main(arguments: Sequence[str] | None = None) -> list[Goal]:
         )
         cgroups = Cgroups(found)
         cgroups.walk(time.monotonic())
-        host = Host(cgroups, Devices("/sys"))
+        clock = Clock()
+        host = Host(cgroups, Devices("/sys"), files=CgroupFiles(clock))
         readers = [COLLECTORS[name]() for name in READERS if name in COLLECTORS]
-        costs = {r.name: cost(r, host) for r in readers if isinstance(r, Reader)}
+        costs = {r.name: cost(r, host, clock) for r in readers if isinstance(r, Reader)}
         host.files.close()
     print_table(
         f"The readers with {count:,} cgroups",
