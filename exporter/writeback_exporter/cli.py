@@ -118,8 +118,8 @@ def _serve(settings: Settings) -> int:
             failures.append(error)
             server.stop()
             return
-        # What the start has made stays, and need not be searched for garbage at scrapes: that took 10
-        # of 100 ms with 1,000 cgroups. (A higher threshold saves no more, and let RSS grow.)
+        # What the start has made stays, and need not be searched for garbage at scrapes: that took
+        # 10 of 100 ms with 1,000 cgroups. (A higher threshold saves no more, and let RSS grow.)
         gc.collect()
         gc.freeze()
         started.set()
