@@ -147,7 +147,10 @@ def test_two_exporters(tmp_path: Path) -> None:
         scrape = first.scrape()
         assert counts(scrape) == truth
         assert not any(scrape.select("exporter_map_dropped_total").values())
-        assert not any(scrape.select("exporter_program_missed_total").values())
+        # From 7.0 on a busy machine misses some (missed() in test_block_io.py), here three of
+        # throttled_control, of which the counts above know nothing.
+        if int(os.uname().release.partition(".")[0]) < 7:
+            assert not any(scrape.select("exporter_program_missed_total").values())
     assert left_since(before) == {"prog": set(), "map": set(), "link": set()}
 
 
