@@ -419,8 +419,11 @@ class Cgroups:
         mount = os.fsencode(hierarchy.mount)
         seen: set[str] = set()
         spelled_out = []
-        for cgroup, path in self._trees[hierarchy.id].live.items():
-            label = self.name(hierarchy, cgroup)
+        tree = self._trees[hierarchy.id]
+        for cgroup, path in tree.live.items():
+            label = tree.labels.get(cgroup)
+            if label is None:
+                label = self._assign(tree, cgroup)
             if label == path:
                 seen.add(label)
                 yield cgroup, label, mount if path == "/" else mount + _encoded(path)
