@@ -139,7 +139,7 @@ class Format:
 
     content_type: str
     openmetrics: bool
-    encode: Callable[[Collector], bytes] = field(repr=False)
+    encode: Callable[[Collector], bytes] = field(repr=False, compare=False)
 
 
 def negotiate(accept: str) -> Format:
@@ -270,9 +270,14 @@ def _marks(metric: Metric) -> Labels:
     return tuple(f"\x01{i}\x02" for i in range(len(metric.labels)))
 
 
-def _stencil(series: PrometheusMetric, format: Format, names: frozenset[str]) -> _Stencil | None:
+@lru_cache(maxsize=1024)  # 0.04 ms each, 3 of a scrape
+def _stencil(metric: Metric, format: Format, names: frozenset[str]) -> _Stencil | None:
     """Of a family with one series, whose labels are marks and whose numbers say which column they
     stand for. None where `names` has none of the metric's samples."""
+    if metric.kind is Kind.HISTOGRAM:
+        series = _histogram_series(metric)
+    else:
+        series = Family(metric, [(_marks(metric), 0)]).model()
     header, body, columns = "", "", []
     for line in _encode(series, format, names).decode().split("\n")[:-1]:
         if line.startswith("#"):
@@ -311,7 +316,7 @@ def _scalars(
 ) -> Iterator[bytes]:
     """The lines of a family, 1 us each; prometheus-client takes 6-12."""
     metric = scalars.metric
-    stencil = _stencil(Family(metric, [(_marks(metric), 0)]).model(), format, names)
+    stencil = _stencil(metric, format, names)
     if stencil is None or (names and not scalars.rows):
         return
     yield stencil.header
@@ -342,7 +347,7 @@ def _histogram_series(metric: Metric) -> PrometheusMetric:
 def _histogram(
     histogram: HistogramFamily, format: Format, names: frozenset[str], escape: Escape
 ) -> Iterator[bytes]:
-    stencil = _stencil(_histogram_series(histogram.metric), format, names)
+    stencil = _stencil(histogram.metric, format, names)
     if stencil is None:
         return
     rows = iter(histogram.rows())
