@@ -60,9 +60,13 @@ def kept_open(place: Place) -> list[str]:
     return sorted(found)
 
 
-def read_all(file: KeptFile, host: Host) -> dict[str, bytes | None]:
-    listed = host.cgroups.listed(file.hierarchy)
-    return {label: file.read(cgroup, directory) for cgroup, label, directory in listed}
+def read_all(file: KeptFile, host: Host, *but: str) -> dict[str, bytes | None]:
+    """Of all cgroups but these."""
+    return {
+        label: file.read(cgroup, directory)
+        for cgroup, label, directory in host.cgroups.listed(file.hierarchy)
+        if label not in but
+    }
 
 
 def set_soft_limit(files: int) -> None:
@@ -77,19 +81,10 @@ def test_a_file_is_read_anew_from_its_descriptor(place: Place, host: Host) -> No
     assert kept_open(place) == PATHS
     place.hierarchy("", {"/3": {"file": "longer than before\n"}, "/4": {"file": ""}})
     with no_descriptors():
-        found = read_all_kept(file, host)
+        found = read_all(file, host, "/")
     assert found == {**texts, "/3": b"longer than before\n", "/4": b""}
     host.files.close()
     assert kept_open(place) == []
-
-
-def read_all_kept(file: KeptFile, host: Host) -> dict[str, bytes | None]:
-    """Of those that are there."""
-    return {
-        label: file.read(cgroup, directory)
-        for cgroup, label, directory in host.cgroups.listed(file.hierarchy)
-        if label != "/"
-    }
 
 
 @pytest.mark.parametrize("size", [0, 1, 16383, 16384, 16385, 32768, 100_000])
@@ -144,7 +139,7 @@ def test_where_no_file_can_be_opened(host: Host) -> None:
     other = host.files.kept(host.cgroups.hierarchies.io, b"other")
     with no_descriptors():
         with pytest.raises(Refused, match=r"Too many open files; raise"):
-            read_all_kept(other, host)
+            read_all(other, host, "/")
         with pytest.raises(Refused, match="Too many open files; raise"):
             host.files.contents(os.stat("/").st_ino, b"/", [b"file"])
     assert read_all(other, host)["/9"] == b"2\n"

@@ -22,7 +22,7 @@ from writeback_exporter.files.base import Reader, content, nested
 from writeback_exporter.files.cgroup_files import Seldom
 from writeback_exporter.metrics import catalogue
 from writeback_exporter.metrics.catalogue import Metric
-from writeback_exporter.metrics.exposition import Family, Labels, Snapshot, family
+from writeback_exporter.metrics.exposition import Family, Labels, Samples, Snapshot, family
 from writeback_exporter.names.devices import Devices
 from writeback_exporter.settings import Settings
 
@@ -247,7 +247,7 @@ class _Samples:
 
     def __init__(self, files: Iterable[_File], devices: Devices) -> None:
         metrics = {field.metric.name: field.metric for f in files for field in f.fields.values()}
-        self._rows: dict[str, tuple[Metric, list[tuple[Labels, float]]]] = {
+        self._rows: dict[str, tuple[Metric, Samples]] = {
             name: (metric, []) for name, metric in metrics.items()
         }
 
