@@ -21,25 +21,14 @@ import pytest
 from tests import lab
 from tests.lab import BUFFERED_WRITER, Cgroup, Disk, DiskStats, Scrape
 
-from .kernel import dirty_limits, ftrace
+from .kernel import dirty_limits, ftrace, missed
 from .test_devices import counted, mapped
 from .test_main_signals import FAST, MIB, SLOW, io_stat
 
 EXEC = "os.execvp(arguments[0], arguments)"
 
 
-def missed(scrape: Scrape) -> int:
-    """Requests of which the kernel did not show us one event, and says so (since 5.12): the program
-    was running on that CPU. Since 7.0 tasks can be preempted in a program at a tracepoint, and in
-    guests, where programs are slow, some are missed although bpf/preempt.h forbids it: before its
-    first instruction and after its last. Before 7.0 none was in any of some runs."""
-    return int(
-        sum(
-            count
-            for series, count in scrape.select("exporter_program_missed_total").items()
-            if dict(series)["program"].startswith(("block_io/issue", "block_io/complete"))
-        )
-    )
+REQUESTS = "block_io/issue", "block_io/complete"
 
 
 def missing(ours: tuple[float, float], kernel: tuple[int, int]) -> int:
@@ -56,7 +45,7 @@ def exporter() -> Iterator[lab.Exporter]:
         yield running
         scrape = running.scrape()
         # A request whose end was not shown to us.
-        assert scrape.sum("exporter_map_dropped_total") <= missed(scrape)
+        assert scrape.sum("exporter_map_dropped_total") <= missed(scrape, *REQUESTS)
 
 
 @pytest.fixture
@@ -200,7 +189,7 @@ def check_times(grown: Scrape, group: Cgroup, disk: Disk, trace: Trace) -> None:
         check_buckets(grown.buckets("block_io_device_seconds", **labels), device, lacking)
         check_buckets(grown.buckets("block_io_queue_seconds", **labels), queue, lacking)
         lost += lacking
-    assert lost == missed(grown)
+    assert lost == missed(grown, *REQUESTS)
 
 
 def test_times_agree_with_blktrace(exporter: lab.Exporter, group: Cgroup, tmp_path: Path) -> None:
@@ -522,8 +511,8 @@ def test_asynchronous_writers(exporter: lab.Exporter, group: Cgroup, engine: str
         lab.run_in([group], EXEC, *fio(FAST, 4 * MIB, *options, "--numjobs=2"))
         truth, grown = FAST.settled() - stats, exporter.scrape() - before
     assert truth.read_bytes + truth.written_bytes == 2 * 4 * MIB
-    assert group_lacks(grown, group, FAST) == missed(grown)
-    assert disk_lacks(grown, FAST, truth) == missed(grown)
+    assert group_lacks(grown, group, FAST) == missed(grown, *REQUESTS)
+    assert disk_lacks(grown, FAST, truth) == missed(grown, *REQUESTS)
 
 
 def test_64_writers_of_several_cgroups(exporter: lab.Exporter, group: Cgroup) -> None:
@@ -543,11 +532,11 @@ def test_64_writers_of_several_cgroups(exporter: lab.Exporter, group: Cgroup) ->
         )
         truth, grown = FAST.settled() - stats, exporter.scrape() - before
         assert (truth.writes, truth.written_bytes) == (4 * total // 4096, 4 * total)
-        assert disk_lacks(grown, FAST, truth) == missed(grown)
+        assert disk_lacks(grown, FAST, truth) == missed(grown, *REQUESTS)
         for each in groups:
             assert io_stat(each, FAST)["wbytes"] == total
-        assert sum(group_lacks(grown, each, FAST) for each in groups) == missed(grown)
-        print(missed(grown), "missed")
+        assert sum(group_lacks(grown, each, FAST) for each in groups) == missed(grown, *REQUESTS)
+        print(missed(grown, *REQUESTS), "missed")
 
 
 def finish(writers: Iterable[subprocess.Popen[str]]) -> None:
@@ -617,10 +606,10 @@ def test_completions_in_interrupts(exporter: lab.Exporter, group: Cgroup, irqmod
             grown = exporter.scrape() - before
         truths = [late - early for early, late in zip(stats, after, strict=True)]
         lacking = [disk_lacks(grown, *each) for each in zip(disks, truths, strict=True)]
-        assert sum(lacking) == missed(grown)
+        assert sum(lacking) == missed(grown, *REQUESTS)
         assert [group_lacks(grown, group, disk) for disk in disks] == lacking
         for truth in truths:
             assert truth.reads + truth.writes == 2 * size // 4096
-        print(missed(grown), "missed")
+        print(missed(grown, *REQUESTS), "missed")
     finally:
         lab.sh("modprobe", "-r", "null_blk")

@@ -18,7 +18,7 @@ from writeback_exporter.kernel.layout import ObjectFile
 from writeback_exporter.kernel.libbpf import Object
 from writeback_exporter.kernel.loader import load
 
-from .kernel import dirty_limits, ftrace, kprobes
+from .kernel import dirty_limits, ftrace, kprobes, missed
 from .test_main_signals import MIB, SLOW
 
 TWO_WRITERS = f"""
@@ -84,8 +84,10 @@ def test_sleep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> 
     assert scrape.values("dirty_throttle_method_info", "method") == {method}
     labels = {"cgroup": "/throttled", "bdi": SLOW.dev}
     assert len(slept) > 20
-    assert scrape.sum("dirty_throttle_seconds_count") == len(slept)
-    assert scrape.sum("dirty_throttle_seconds_count", **labels) == len(slept)
+    # Of two writers, one may come while the other is preempted in a program.
+    counted = scrape.sum("dirty_throttle_seconds_count")
+    assert len(slept) - missed(scrape, "dirty_throttle/") <= counted <= len(slept)
+    assert scrape.sum("dirty_throttle_seconds_count", **labels) == counted
     seconds = scrape.sum("dirty_throttle_seconds_sum", **labels)
     if method == "fexit":
         assert seconds == pytest.approx(sum(slept), rel=0.05)

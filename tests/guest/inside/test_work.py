@@ -14,6 +14,7 @@ import pytest
 
 from tests import lab
 from tests.lab import BUFFERED_WRITER, Disk, Scrape
+from tests.waiting import wait_for
 
 from .kernel import dirty_limits, ftrace, vm, vmstat
 
@@ -30,8 +31,8 @@ LINE = re.compile(
 )
 
 
-def traced(trace: Path, disk: Disk) -> tuple[Counter[str], Counter[str]]:
-    """Works of the disk by reason, and pages that they wrote."""
+def traced(trace: Path, disk: Disk) -> tuple[Counter[str], Counter[str], bool]:
+    """Works of the disk by reason, pages that they wrote, and whether one is under way."""
     works, written = Counter[str](), Counter[str]()
     doing: dict[str, str] = {}
     left: dict[str, int] = {}
@@ -50,7 +51,7 @@ def traced(trace: Path, disk: Disk) -> tuple[Counter[str], Counter[str]]:
                 left[tid] = int(match["pages"])
             elif event == "written":
                 written[reason] += left[tid] - int(match["pages"])
-    return works, written
+    return works, written, bool(doing)
 
 
 def by_reason(scrape: Scrape, name: str, disk: Disk = FAST) -> dict[str, int]:
@@ -61,28 +62,32 @@ def by_reason(scrape: Scrape, name: str, disk: Disk = FAST) -> dict[str, int]:
     }
 
 
-def in_background(mount: Path) -> None:
+# Each makes pages dirty and has them written for its reason, and waits() meanwhile.
+
+
+def in_background(mount: Path, wait: Callable[[], object]) -> None:
     lab.run_in([], BUFFERED_WRITER, mount / "file", 8 * MIB)
-    time.sleep(0.5)
+    wait()
 
 
-def by_age(mount: Path) -> None:
+def by_age(mount: Path, wait: Callable[[], object]) -> None:
     with vm(dirty_expire_centisecs="20", dirty_writeback_centisecs="10"):
         lab.run_in([], BUFFERED_WRITER, mount / "file", 2 * MIB)
-        time.sleep(1)
+        wait()
 
 
-def by_sync(mount: Path) -> None:
+def by_sync(mount: Path, wait: Callable[[], object]) -> None:
     lab.run_in([], BUFFERED_WRITER, mount / "file", 3 * MIB)
     lab.sh("sync", "-f", mount)
+    wait()
 
 
-def by_reclaim(mount: Path) -> None:
+def by_reclaim(mount: Path, wait: Callable[[], object]) -> None:
     """A cgroup full of dirty pages is given less memory: reclaim wakes the flusher."""
     with lab.cgroup(lab.hierarchies().io, "reclaimed") as group:
         lab.run_in([group], BUFFERED_WRITER, mount / "file", 8 * MIB)
         (group.directory / "memory.high").write_text(str(MIB))
-        time.sleep(0.5)
+        wait()
         (group.directory / "memory.high").write_text("max")
 
 
@@ -96,17 +101,24 @@ def by_reclaim(mount: Path) -> None:
     ],
 )
 def test_each_work_and_each_page(
-    tmp_path: Path, reason: str, provoke: Callable[[Path], None], limit: int
+    tmp_path: Path, reason: str, provoke: Callable[[Path, Callable[[], object]], None], limit: int
 ) -> None:
     with lab.ext4(FAST, tmp_path) as mount, dirty_limits(limit, 500 * MIB, interval=0):
         lab.sh("sync")
         with lab.Exporter(*lab.only("work")) as exporter:
             with ftrace(*EVENTS) as trace:
                 before = vmstat("nr_written")
-                provoke(mount)
+
+                def is_done() -> bool:
+                    _, pages, under_way = traced(trace, FAST)
+                    written = pages[reason] * mmap.PAGESIZE > MIB
+                    return written and not under_way and vmstat("nr_writeback") == 0
+
+                provoke(mount, lambda: wait_for(is_done, what=f"writeback, {reason}"))
+                wait_for(is_done)  # of what came in the end
                 written = vmstat("nr_written") - before
             scrape = exporter.scrape()
-            works, pages = traced(trace, FAST)
+            works, pages, _ = traced(trace, FAST)
 
             assert by_reason(scrape, "work_seconds_count") == works
             assert works[reason] > 0
