@@ -19,7 +19,7 @@ from writeback_exporter.kernel.libbpf import BpfError, Object
 from writeback_exporter.kernel.loader import Kernel
 from writeback_exporter.probes.base import Probe
 
-from .kernel import dirty_limits, missed
+from .kernel import dirty_limits, missed, vm
 from .test_dirty_throttle import throttle
 from .test_main_signals import FAST, MIB, SLOW
 
@@ -136,7 +136,9 @@ def test_two_exporters(tmp_path: Path) -> None:
     def works(scrape: lab.Scrape) -> dict[tuple[tuple[str, str], ...], float]:
         return scrape.select("work_seconds_count", bdi=SLOW.dev)
 
-    with lab.Exporter(*collectors) as first:
+    lab.sh("sync")
+    # The flushers do nothing by themselves while one of the two has not begun, or was asked already.
+    with vm(dirty_writeback_centisecs="0"), lab.Exporter(*collectors) as first:
         with lab.Exporter(*collectors) as second:
             truth = busy()
             scrapes = first.scrape(), second.scrape()
