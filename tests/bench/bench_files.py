@@ -40,8 +40,8 @@ READERS = ("cgroup_io", "cgroup_memory", "pressure")
 ACCEPT = "application/openmetrics-text;version=1.0.0"  # what Prometheus asks for first
 
 TEXT = """Three ways to read files of cgroups, CPU time. The exporter keeps those open that each
-scrape reads, for the kernel's memory 4.4 KB each; and reads those that seldom change once a minute,
-relative to their directory."""
+scrape reads, for the kernel's memory 4.4 KB each; and reads those that seldom change when somebody
+has written to them, relative to their directory."""
 
 FILES: tuple[tuple[Callable[[Hierarchies], Hierarchy | None], tuple[str, ...]], ...] = (
     (lambda found: found.memory, ("memory.stat", "memory.current", "memory.usage_in_bytes")),

@@ -58,11 +58,11 @@ IDLE = """BPF programs run for whatever the machine does meanwhile, and cgroups 
 cost the process as well. Nearly all of the rest is the scrapes: at an interval of 30 s it is
 half."""
 FILES = """Each cgroup reads and writes before each scrape of ours. They follow one another; in the
-second row they are 15 s apart, as Prometheus asks, and a scrape has a quarter of what is read once
-a minute, caches that others have used, a sample for the status page, and all that the process did
-meanwhile. Half of ours is the kernel's files of cgroups. Where that is too much,
---no-collector.cgroup_memory, cgroup_io and pressure leave what BPF counts, which is the third row.
-node_exporter writes a hundredth of the series, so that its fixed part shows in each."""
+second row they are 15 s apart, as Prometheus asks, and a scrape has a twentieth of what is read
+every five minutes, caches that others have used, and all that the process did meanwhile. Half of
+ours is the kernel's files of cgroups. Where that is too much, --no-collector.cgroup_memory,
+cgroup_io and pressure leave what BPF counts, which is the third row. node_exporter writes a
+hundredth of the series, so that its fixed part shows in each."""
 
 DEFAULT = [name for name, collector in COLLECTORS.items() if collector.default]
 BY_BPF = [name for name in DEFAULT if issubclass(COLLECTORS[name], Probe)]

@@ -82,8 +82,8 @@ class Opened:
     def scrape(self) -> Scrape:
         """What it exports now; fails where two series have the same labels."""
         snapshot = Snapshot()
-        self.reader.fill(snapshot, self.host)
         self.host.files.settle(self.host.cgroups)
+        self.reader.fill(snapshot, self.host)
         return Scrape(b"".join(render(snapshot, negotiate(""))).decode())
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stays of cgroups' files: descriptors in some number, and for a minute what was in them."""
+"""What stays of cgroups' files: descriptors in some number, and what was in them until somebody
+writes there or, without a watch, for a minute."""
 
 from __future__ import annotations
 
@@ -14,15 +15,19 @@ from tests.unit.cgroupfs import V2, Place, remove
 from tests.unit.files import no_descriptors
 from writeback_exporter.collector import Host
 from writeback_exporter.features import Refused
+from writeback_exporter.files import inotify
 from writeback_exporter.files.cgroup_files import (
     KEPT_LIMIT,
     OTHERS,
     SELDOM_SECONDS,
+    WATCHED_SECONDS,
     CgroupFiles,
     KeptFile,
+    Seldom,
 )
 
 PATHS = [f"/{number}" for number in range(10)]
+QUEUED = Path("/proc/sys/fs/inotify/max_queued_events")
 
 
 @pytest.fixture
@@ -271,3 +276,137 @@ def test_what_is_of_cgroups_that_are_gone_is_forgotten(place: Place, host: Host)
     host.cgroups.walk(1.0)
     files.settle(host.cgroups)
     assert seldom.get(five, b"after", text) == "after"
+
+
+# With watches ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def clock(host: Host) -> Clock:
+    host.files.close()
+    host.files = CgroupFiles(made := Clock())
+    return made
+
+
+@pytest.fixture
+def seldom(host: Host, clock: Clock) -> Seldom[str]:
+    """What files named file hold."""
+    return host.files.seldom(host.cgroups.hierarchies.io, [b"file"])
+
+
+def scrape(host: Host, seldom: Seldom[str]) -> tuple[dict[str, str], set[str]]:
+    """Texts by label, and whose were read again."""
+    reads = set()
+
+    def read(_: int, directory: bytes) -> str:
+        reads.add(label)
+        return Path(os.fsdecode(directory), "file").read_text().strip()
+
+    host.files.settle(host.cgroups)
+    texts = {}
+    for cgroup, label, directory in host.cgroups.listed(seldom.hierarchy):
+        if label != "/":
+            texts[label] = seldom.get(cgroup, directory, read)
+    return texts, reads
+
+
+def test_what_is_written_is_read_again_at_once(
+    place: Place, host: Host, seldom: Seldom[str]
+) -> None:
+    texts = {path: path for path in PATHS}
+    assert scrape(host, seldom) == (texts, set(PATHS))
+    assert scrape(host, seldom) == (texts, set())
+    for new in ("one", "two"):
+        place.hierarchy("", {"/3": {"file": f"{new}\n", "other": "x"}, "/4": {"other": "y"}})
+        texts["/3"] = new
+        assert scrape(host, seldom) == (texts, {"/3"})
+    assert scrape(host, seldom)[1] == set()
+    place.hierarchy("", {"/new": {"file": "a"}})
+    host.cgroups.walk(1.0)
+    assert scrape(host, seldom)[1] == {"/new"}
+    place.hierarchy("", {"/new": {"file": "b"}})
+    texts["/new"] = "b"
+    assert scrape(host, seldom) == (texts, {"/new"})
+
+
+def test_what_is_written_while_it_is_read_is_read_again(
+    place: Place, host: Host, seldom: Seldom[str]
+) -> None:
+    ((cgroup, directory),) = (
+        (c, d) for c, label, d in host.cgroups.listed(seldom.hierarchy) if label == "/3"
+    )
+
+    def read(_: int, directory: bytes) -> str:
+        place.hierarchy("", {"/3": {"file": "later"}})
+        return "before"
+
+    assert seldom.get(cgroup, directory, read) == "before"
+    assert scrape(host, seldom)[0]["/3"] == "later"
+
+
+def test_what_nobody_writes_is_read_again_all_the_same(
+    host: Host, clock: Clock, seldom: Seldom[str]
+) -> None:
+    """What the kernel changes by itself."""
+    scrape(host, seldom)
+    seen: list[str] = []
+    for _ in range(20):
+        clock.now += WATCHED_SECONDS / 20
+        seen += scrape(host, seldom)[1]
+    assert sorted(seen) == PATHS
+
+
+def test_where_there_is_room_for_few_watches(
+    host: Host, clock: Clock, seldom: Seldom[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All others are read at each scrape of their first minute, and then once a minute."""
+    monkeypatch.setattr(inotify, "WATCHES_LIMIT", 4)
+    scrape(host, seldom)
+    _, others = scrape(host, seldom)
+    assert len(others) == len(PATHS) - 4
+    clock.now += SELDOM_SECONDS
+    scrape(host, seldom)
+    seen = [label for _ in range(2) for label in scrape(host, seldom)[1]]
+    assert seen == []
+    for _ in range(4):
+        clock.now += SELDOM_SECONDS / 4
+        seen += scrape(host, seldom)[1]
+    assert sorted(set(seen) & others) == sorted(others)
+
+
+def test_where_the_kernel_has_lost_what_it_had_to_tell(
+    place: Place, host: Host, clock: Clock, seldom: Seldom[str]
+) -> None:
+    """All is read again within a minute, not at once: it is a machine that has much to do."""
+    scrape(host, seldom)
+    files = [place.top / "cgroup/1" / name for name in ("other", "file")]
+    for _ in range(int(QUEUED.read_text()) // 2 + 1):
+        for file in files:  # two of the same are told once
+            os.close(os.open(file, os.O_WRONLY))
+    place.hierarchy("", {"/3": {"file": "lost\n"}})
+    texts, reads = scrape(host, seldom)
+    assert (texts["/3"], reads) == ("/3", {"/1"})
+    seen: list[str] = []
+    for _ in range(4):
+        clock.now += SELDOM_SECONDS / 4
+        texts, reads = scrape(host, seldom)
+        seen += reads
+    assert set(seen) >= set(PATHS) - {"/1"}
+    assert texts["/3"] == "lost"
+
+
+def test_a_file_that_is_of_the_past(host: Host, seldom: Seldom[str]) -> None:
+    """As of a controller that was switched off and on again: the limits are others too."""
+    file = host.files.kept(seldom.hierarchy, b"file")
+    read_all(file, host)
+    scrape(host, seldom)
+    (descriptor,) = (
+        descriptor
+        for descriptor in file._descriptors.values()
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith("/5/file")
+    )
+    writable = os.open("/dev/null", os.O_WRONLY)
+    os.dup2(writable, descriptor)  # to read it is refused
+    os.close(writable)
+    assert read_all(file, host)["/5"] == b"/5\n"
+    assert scrape(host, seldom)[1] == {"/5"}

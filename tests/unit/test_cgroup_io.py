@@ -9,6 +9,7 @@ import pytest
 
 from tests.unit.cgroupfs import HYBRID, V1, V2, Opened, Place, by, remove
 from writeback_exporter.features import Refused
+from writeback_exporter.files import inotify
 from writeback_exporter.files.cgroup_files import SELDOM_SECONDS
 from writeback_exporter.files.cgroup_io import CgroupIo
 
@@ -243,8 +244,9 @@ def test_bfq_weights_of_v1(tmp_path: Path) -> None:
     }
 
 
-def test_files_that_come_while_it_runs(tmp_path: Path) -> None:
+def test_files_that_come_while_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As those of bfq, once its module is loaded: within a minute."""
+    monkeypatch.setattr(inotify, "WATCHES_LIMIT", 0)
     place = Place(tmp_path, V2, DISKS)
     place.hierarchy("", {"/": NO_STAT, "/a": NO_STAT, "/b": NO_STAT})
     opened = Opened(CgroupIo(), place)

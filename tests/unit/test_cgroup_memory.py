@@ -9,6 +9,7 @@ import pytest
 
 from tests.unit.cgroupfs import HYBRID, V1, V2, Opened, Place, by, remove
 from writeback_exporter.features import Refused
+from writeback_exporter.files import inotify
 from writeback_exporter.files.cgroup_files import SELDOM_SECONDS
 from writeback_exporter.files.cgroup_memory import CgroupMemory
 
@@ -178,7 +179,24 @@ def test_events_of_v1_where_no_limit_is_set(tmp_path: Path) -> None:
         assert events() == {"max": 0, "oom_kill": count}
 
 
-def test_limits_are_read_again_within_a_minute_and_their_events_at_once(tmp_path: Path) -> None:
+def test_limits_are_shown_when_they_are_written_and_their_events_with_them(tmp_path: Path) -> None:
+    place = Place(tmp_path, V1, {})
+    place.hierarchy("blkio", {})
+    place.hierarchy("memory", {"/a": v1()})
+    opened = Opened(CgroupMemory(), place)
+    opened.scrape()
+    for name, limit in (("memory.limit_in_bytes", "max"), ("memory.soft_limit_in_bytes", "soft")):
+        for size in (1048576, 2097152):
+            place.hierarchy("memory", {"/a": {name: f"{size}\n", "memory.failcnt": f"{size}\n"}})
+            scrape = opened.scrape()
+            assert scrape.sum("cgroup_memory_limit_bytes", limit=limit) == size
+            assert scrape.sum("cgroup_memory_events_total", event="max") == size
+
+
+def test_limits_are_read_again_within_a_minute_and_their_events_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inotify, "WATCHES_LIMIT", 0)
     place = Place(tmp_path, V1, {})
     place.hierarchy("blkio", {})
     place.hierarchy("memory", {"/a": v1()})
@@ -262,6 +280,7 @@ def test_a_cgroup_that_goes_and_comes_back_under_its_path(tmp_path: Path) -> Non
     remove(place, "", "/a")  # and no event has told of it yet
     assert by(opened.scrape(), "cgroup_dirty_bytes", "cgroup") == {("/b",): 8192}
     place.hierarchy("", {"/a": v2(12288)})
+    opened.host.cgroups.walk(1.0)
     scrape = opened.scrape()
     assert by(scrape, "cgroup_dirty_bytes", "cgroup") == {("/a",): 12288, ("/b",): 8192}
 

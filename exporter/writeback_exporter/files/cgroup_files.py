@@ -12,8 +12,7 @@ compares):
 | read again from a kept file | 8.9 | 0.8 | 3.2 | 2.8 |
 
 A BPF iterator (iter/cgroup) takes a twentieth of open and read (guests, 6.1 to 7.3), but has only
-pressure and dirty memory, up to 2 s old, nothing of v1, and is not in 5.10. inotify would tell when
-a limit is written, but its watches are few, and shared by all that a user runs.
+pressure and dirty memory, up to 2 s old, nothing of v1, and is not in 5.10.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any, Generic, TypeVar
 
 from writeback_exporter.features import raise_if_exhausted
+from writeback_exporter.files.inotify import Watches
 from writeback_exporter.names.cgroups import Cgroups, Hierarchy
 
 KEPT_LIMIT = 8192
@@ -35,7 +35,9 @@ OTHERS = 2048
 """Descriptors left for all else: 512 connections, 1,000 PSI triggers, some 100 of BPF and pins."""
 
 SELDOM_SECONDS = 60
-"""How old what seldom changes may be."""
+"""How old what seldom changes may be where there is no watch for it."""
+WATCHED_SECONDS = 300
+"""And where there is one, for what the kernel changes by itself."""
 
 _CHUNK = 1 << 14
 """More than a file of a cgroup has, but for io.stat with hundreds of disks."""
@@ -63,8 +65,10 @@ class KeptFile:
                 text = os.pread(descriptor, _CHUNK, 0)
                 return text if len(text) < _CHUNK else _whole(descriptor, text)
             except OSError:
-                # ENODEV: the cgroup has gone, or its controller has, and may be back.
+                # ENODEV: the cgroup has gone, or its controller has, and may be back, with limits
+                # as they are in the beginning.
                 self._close(cgroup)
+                self._files.forget(self.hierarchy, cgroup)
         try:
             if self._files.room == 0:
                 return self._files.content(directory + b"/" + self._name)
@@ -86,12 +90,17 @@ class KeptFile:
 
 
 class Seldom(Generic[T]):
-    """What was found in files of each cgroup that seldom change, but in its first minute, in which
-    its limits are set. After it each has a second of its own at which it is read again, so that
-    scrapes share the work."""
+    """What was found in files of each cgroup that seldom change. It is read again when somebody has
+    written to one that is watched. Where there is no room for a watch it is at each scrape in the
+    cgroup's first minute, in which its limits are set, and later now and then: each cgroup has a
+    second of its own for that, so that scrapes share the work."""
 
-    def __init__(self, files: CgroupFiles, hierarchy: Hierarchy, seconds: int) -> None:
+    def __init__(
+        self, files: CgroupFiles, hierarchy: Hierarchy, watched: Collection[bytes], seconds: int
+    ) -> None:
         self.hierarchy = hierarchy
+        self.watched = watched
+        """Names of files."""
         self._seconds = seconds
         self._files = files
         self._found: dict[int, tuple[float, float, object, T]] = {}
@@ -106,15 +115,25 @@ class Seldom(Generic[T]):
         found = self._found.get(cgroup)
         if found is not None and now < found[1] and sign == found[2]:
             return found[3]
+        # Before it is read, or what is written meanwhile would not be told.
+        told = bool(self.watched) and self._files.watch(self.hierarchy, cgroup, directory)
         value = read(cgroup, directory)
         first = found[0] if found else now
-        if now < first + SELDOM_SECONDS:
+        if told:
+            due = _its_second(cgroup, now, WATCHED_SECONDS)
+        elif now < first + SELDOM_SECONDS:
             due = now
         else:
-            its_second = hash((cgroup,)) % self._seconds  # of a tuple: that of a number is itself
-            due = now + self._seconds - (now + its_second) % self._seconds
+            due = _its_second(cgroup, now, self._seconds)
         self._found[cgroup] = first, due, sign, value
         return value
+
+    def hurry(self) -> None:
+        """All is read again within the time for what is not watched."""
+        now = self._files.clock()
+        for cgroup, (first, due, sign, value) in self._found.items():
+            due = min(due, _its_second(cgroup, now, self._seconds))
+            self._found[cgroup] = first, due, sign, value
 
     def forget(self, cgroup: int) -> None:
         """It is as if it was new."""
@@ -124,6 +143,12 @@ class Seldom(Generic[T]):
         """Forgets all other cgroups."""
         for cgroup in self._found.keys() - live:
             del self._found[cgroup]
+
+
+def _its_second(cgroup: int, now: float, seconds: int) -> float:
+    """When its turn is next, within that time."""
+    own = hash((cgroup,)) % seconds  # of a tuple: that of a number is itself
+    return now + seconds - (now + own) % seconds
 
 
 class CgroupFiles:
@@ -137,6 +162,7 @@ class CgroupFiles:
         self._kept: list[KeptFile] = []
         self._seldom: list[Seldom[Any]] = []
         self._generation = 0
+        self._watches: Watches | None = None
         self._set_limit()
 
     def kept(self, hierarchy: Hierarchy, name: bytes) -> KeptFile:
@@ -144,9 +170,15 @@ class CgroupFiles:
         self._kept.append(KeptFile(self, hierarchy, name))
         return self._kept[-1]
 
-    def seldom(self, hierarchy: Hierarchy, seconds: int = SELDOM_SECONDS) -> Seldom[Any]:
-        """Room for what is found in each cgroup, and is read again after so long."""
-        self._seldom.append(Seldom(self, hierarchy, seconds))
+    def seldom(
+        self,
+        hierarchy: Hierarchy,
+        watched: Collection[bytes] = (),
+        seconds: int = SELDOM_SECONDS,
+    ) -> Seldom[Any]:
+        """Room for what is found in each cgroup, and is read again when a file of those names was
+        written to, or after so long."""
+        self._seldom.append(Seldom(self, hierarchy, watched, seconds))
         return self._seldom[-1]
 
     def settle(self, cgroups: Cgroups) -> None:
@@ -157,6 +189,30 @@ class CgroupFiles:
             stays: list[KeptFile | Seldom[Any]] = [*self._kept, *self._seldom]
             for each in stays:
                 each.keep_to(cgroups.live(each.hierarchy))
+            if self._watches:
+                for hierarchy in {each.hierarchy for each in self._seldom}:
+                    self._watches.keep_to(hierarchy.id, cgroups.live(hierarchy))
+        for told in self._watches.written() if self._watches else ():
+            if told is None:
+                for each in self._seldom:
+                    each.hurry()
+                continue
+            (hierarchy_id, cgroup), name = told
+            for each in self._seldom:
+                if each.hierarchy.id == hierarchy_id and name in each.watched:
+                    each.forget(cgroup)
+
+    def watch(self, hierarchy: Hierarchy, cgroup: int, directory: bytes) -> bool:
+        """Whether `settle` will notice what is written in that directory."""
+        if self._watches is None:
+            self._watches = Watches()
+        return self._watches.add((hierarchy.id, cgroup), directory)
+
+    def forget(self, hierarchy: Hierarchy, cgroup: int) -> None:
+        """Nothing that was found there is true any more."""
+        for each in self._seldom:
+            if each.hierarchy is hierarchy:
+                each.forget(cgroup)
 
     def _set_limit(self) -> None:
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -164,10 +220,15 @@ class CgroupFiles:
         self.room += limit - self._limit
         self._limit = limit
         if self.room < 0:  # it has been lowered
-            self.close()
+            self._close_kept()
 
     def close(self) -> None:
-        """Closes all files."""
+        """Closes all files, and ends all watches."""
+        self._close_kept()
+        if self._watches:
+            self._watches.close()
+
+    def _close_kept(self) -> None:
         for file in self._kept:
             file.keep_to(())
 
@@ -218,7 +279,7 @@ class CgroupFiles:
                 raise_if_exhausted(error)
                 raise
         # Others need those that are kept more.
-        self.close()
+        self._close_kept()
         self.room = self._limit = 0
         return self._open(path, flags, above)
 

@@ -195,7 +195,9 @@ class CgroupIo(Reader):
             )
         self._files, self._devices = host.files, host.devices
         self._kept = [(file, host.files.kept(self._hierarchy, file.name)) for file in self._counts]
-        self._set: Seldom[list[_Set]] = host.files.seldom(self._hierarchy)
+        self._set: Seldom[list[_Set]] = host.files.seldom(
+            self._hierarchy, [file.name for file in self._limits]
+        )
         return []
 
     def fill(self, snapshot: Snapshot, host: Host) -> None:

@@ -91,8 +91,10 @@ class CgroupMemory(Reader):
         self._stat = files.kept(hierarchy, _STAT)
         self._usage = files.kept(hierarchy, names.usage)
         self._events = [files.kept(hierarchy, name) for name, _ in names.events]
-        self._limits: Seldom[list[tuple[str, int]]] = files.seldom(hierarchy)
-        self._met_without: Seldom[dict[str, int]] = files.seldom(hierarchy, _EVENTS_SECONDS)
+        self._limits: Seldom[list[tuple[str, int]]] = files.seldom(
+            hierarchy, [name for _, name in names.limits]
+        )
+        self._met_without: Seldom[dict[str, int]] = files.seldom(hierarchy, seconds=_EVENTS_SECONDS)
         return []
 
     def fill(self, snapshot: Snapshot, host: Host) -> None:

@@ -601,7 +601,7 @@ CGROUP_MEMORY_LIMIT_BYTES = _metric(
     Kind.GAUGE,
     "Memory limit of the cgroup: max (beyond it the OOM killer comes), high (beyond it tasks are "
     "slowed) or soft (cgroup v1: reclaim of the host's memory takes what is beyond it first); "
-    "absent where there is none. Read once a minute.",
+    "absent where there is none.",
     ("cgroup", "limit"),
     "bytes",
 )
@@ -610,7 +610,7 @@ CGROUP_MEMORY_EVENTS = _metric(
     Kind.COUNTER,
     "Times that the cgroup or one below it met a limit of its memory: low, high, max, oom, "
     "oom_kill and so on. On cgroup v1 max (memory, or memory and swap) and oom_kill, of the cgroup "
-    "alone; max up to a minute after a limit is set.",
+    "alone.",
     ("cgroup", "event"),
 )
 CGROUP_IO_BYTES = _metric(
@@ -634,7 +634,7 @@ CGROUP_IO_MAX_BYTES = _metric(
     "cgroup_io_max_bytes",
     Kind.GAUGE,
     "Bytes per second that io.max (v1: blkio.throttle) allows the cgroup; absent where there "
-    "is no limit. Read once a minute.",
+    "is no limit.",
     ("cgroup", "device", "op"),
     "bytes",
 )
@@ -642,20 +642,20 @@ CGROUP_IO_MAX_OPERATIONS = _metric(
     "cgroup_io_max_operations",
     Kind.GAUGE,
     "Operations per second that io.max (v1: blkio.throttle) allows the cgroup; absent where "
-    "there is no limit. Read once a minute.",
+    "there is no limit.",
     ("cgroup", "device", "op"),
 )
 CGROUP_IO_WEIGHT = _metric(
     "cgroup_io_weight",
     Kind.GAUGE,
     "Weight of the cgroup's IO among its siblings, by the policy that heeds it: iocost or bfq. "
-    "Device default is for disks without one of their own. Read once a minute.",
+    "Device default is for disks without one of their own.",
     ("cgroup", "device", "policy"),
 )
 CGROUP_IO_LATENCY_TARGET_SECONDS = _metric(
     "cgroup_io_latency_target_seconds",
     Kind.GAUGE,
-    "Latency that io.latency promises the cgroup. Read once a minute.",
+    "Latency that io.latency promises the cgroup.",
     ("cgroup", "device"),
     "seconds",
 )

@@ -137,7 +137,7 @@ def test_two_exporters(tmp_path: Path) -> None:
         return scrape.select("work_seconds_count", bdi=SLOW.dev)
 
     lab.sh("sync")
-    # The flushers do nothing by themselves while one of the two has not begun, or was asked already.
+    # No flusher is at work while one of the two has not begun, or was asked already.
     with vm(dirty_writeback_centisecs="0"), lab.Exporter(*collectors) as first:
         with lab.Exporter(*collectors) as second:
             truth = busy()
