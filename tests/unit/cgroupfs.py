@@ -94,6 +94,13 @@ def by(scrape: Scrape, metric: str, *names: str) -> dict[tuple[str, ...], float]
     return {tuple(dict(labels)[n] for n in names): value for labels, value in series.items()}
 
 
+def change_unseen(place: Place, hierarchy: str, path: str, files: Mapping[str, str]) -> None:
+    """As the kernel changes files by itself, which inotify does not tell."""
+    for name, text in files.items():
+        (place.top / "new").write_text(text)
+        (place.top / "new").replace(place.top / "cgroup" / hierarchy / path.lstrip("/") / name)
+
+
 def remove(place: Place, hierarchy: str, path: str) -> None:
     """As rmdir of a cgroup does, whose files go with it."""
     directory = place.top / "cgroup" / hierarchy / path.lstrip("/")

@@ -395,18 +395,52 @@ def test_where_the_kernel_has_lost_what_it_had_to_tell(
     assert texts["/3"] == "lost"
 
 
-def test_a_file_that_is_of_the_past(host: Host, seldom: Seldom[str]) -> None:
+def test_a_file_that_is_of_the_past(place: Place, host: Host, seldom: Seldom[str]) -> None:
     """As of a controller that was switched off and on again: the limits are others too."""
     file = host.files.kept(seldom.hierarchy, b"file")
     read_all(file, host)
     scrape(host, seldom)
-    (descriptor,) = (
-        descriptor
-        for descriptor in file._descriptors.values()
-        if os.readlink(f"/proc/self/fd/{descriptor}").endswith("/5/file")
-    )
-    writable = os.open("/dev/null", os.O_WRONLY)
-    os.dup2(writable, descriptor)  # to read it is refused
-    os.close(writable)
-    assert read_all(file, host)["/5"] == b"/5\n"
+    host.files.forget(seldom.hierarchy, os.stat(place.top / "cgroup/5").st_ino)
     assert scrape(host, seldom)[1] == {"/5"}
+    assert scrape(host, seldom)[1] == set()
+
+
+def test_where_there_is_no_instance_for_a_while(
+    place: Place, host: Host, clock: Clock, seldom: Seldom[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once there is, each is watched when it is read again."""
+    with monkeypatch.context() as patched:
+        patched.setattr(inotify._libc, "inotify_init1", lambda _: -1)
+        for _ in range(2):
+            assert scrape(host, seldom)[1] == set(PATHS)
+    assert scrape(host, seldom)[1] == set(PATHS)
+    assert scrape(host, seldom)[1] == set()
+    place.hierarchy("", {"/3": {"file": "new"}})
+    assert scrape(host, seldom)[1] == {"/3"}
+
+
+def test_of_two_that_have_changed_names_each_has_its_own_watch(
+    place: Place, host: Host, seldom: Seldom[str]
+) -> None:
+    """Of which no event has told yet (v1)."""
+
+    def fails_for_another(cgroup: int, directory: bytes) -> str:
+        host.files.contents(cgroup, directory, [])
+        return ""
+
+    top = place.top / "cgroup"
+    those = [c for c, label, _ in host.cgroups.listed(seldom.hierarchy) if label in ("/1", "/2")]
+    for old, new in (("1", "was 1"), ("2", "1"), ("was 1", "2")):
+        (top / old).rename(top / new)
+    for cgroup, label, directory in list(host.cgroups.listed(seldom.hierarchy)):
+        if label in ("/1", "/2"):
+            with pytest.raises(OSError, match="another cgroup has this path"):
+                seldom.get(cgroup, directory, fails_for_another)
+            assert not host.files.watch(seldom.hierarchy, cgroup, directory)
+    host.cgroups.walk(1.0)
+    assert scrape(host, seldom)[1] == set(PATHS)
+    for cgroup in those:
+        (label,) = (x for c, x, _ in host.cgroups.listed(seldom.hierarchy) if c == cgroup)
+        place.hierarchy("", {label: {"file": f"of {cgroup}"}})
+        texts, reads = scrape(host, seldom)
+        assert (texts[label], reads) == (f"of {cgroup}", {label})

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.cgroupfs import HYBRID, V1, V2, Opened, Place, by, remove
+from tests.unit.cgroupfs import HYBRID, V1, V2, Opened, Place, by, change_unseen, remove
 from writeback_exporter.features import Refused
 from writeback_exporter.files import inotify
 from writeback_exporter.files.cgroup_files import SELDOM_SECONDS
@@ -258,6 +258,19 @@ def test_files_that_come_while_it_runs(tmp_path: Path, monkeypatch: pytest.Monke
         ("/a", "default", "bfq"): 100,
         ("/b", "default", "bfq"): 100,
     }
+
+
+def test_the_weight_of_v1_that_is_set_by_another_file(tmp_path: Path) -> None:
+    place = Place(tmp_path, HYBRID, DISKS)
+    name = "blkio.bfq.weight_device"
+    place.hierarchy("blkio", {"/": throttle(), "/a": {**throttle(), name: "default 100\n"}})
+    place.hierarchy("memory", {})
+    place.hierarchy("unified", {})
+    opened = Opened(CgroupIo(), place)
+    for weight in (100, 500, 200):
+        change_unseen(place, "blkio", "/a", {name: f"default {weight}\n"})
+        place.hierarchy("blkio", {"/a": {"blkio.bfq.weight": f"{weight}\n"}})
+        assert opened.scrape().sum("cgroup_io_weight", cgroup="/a", device="default") == weight
 
 
 def test_a_disk_with_a_limit_goes_at_once(tmp_path: Path) -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.cgroupfs import HYBRID, V1, V2, Opened, Place, by, remove
+from tests.unit.cgroupfs import HYBRID, V1, V2, Opened, Place, by, change_unseen, remove
 from writeback_exporter.features import Refused
 from writeback_exporter.files import inotify
-from writeback_exporter.files.cgroup_files import SELDOM_SECONDS
+from writeback_exporter.files.cgroup_files import SELDOM_SECONDS, WATCHED_SECONDS
 from writeback_exporter.files.cgroup_memory import CgroupMemory
 
 STAT_V2 = """anon 4096
@@ -177,6 +177,24 @@ def test_events_of_v1_where_no_limit_is_set(tmp_path: Path) -> None:
     for count in (3, 4):
         killed(count)
         assert events() == {"max": 0, "oom_kill": count}
+
+
+def test_a_limit_whose_write_is_not_over_is_shown_when_it_is_met(tmp_path: Path) -> None:
+    place = Place(tmp_path, V2, {})
+    place.hierarchy("", {"/a": v2(), "/b": v2()})
+    opened = Opened(CgroupMemory(), place)
+
+    def limits() -> dict[tuple[str, ...], float]:
+        return by(opened.scrape(), "cgroup_memory_limit_bytes", "cgroup", "limit")
+
+    assert limits() == {}
+    for group in ("/a", "/b"):
+        change_unseen(place, "", group, {"memory.max": "1048576\n"})
+    assert limits() == {}
+    place.hierarchy("", {"/a": {"memory.events": "low 0\nhigh 0\nmax 1\noom 0\noom_kill 0\n"}})
+    assert limits() == {("/a", "max"): 1048576}
+    opened.now += WATCHED_SECONDS
+    assert limits() == {("/a", "max"): 1048576, ("/b", "max"): 1048576}
 
 
 def test_limits_are_shown_when_they_are_written_and_their_events_with_them(tmp_path: Path) -> None:

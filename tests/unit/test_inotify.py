@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -21,33 +22,37 @@ def watches() -> Iterator[Watches]:
     made.close()
 
 
-def directories(place: Path, count: int) -> list[bytes]:
-    for number in range(count):
-        (place / str(number)).mkdir()
-        (place / str(number) / "file").touch()
-    return [os.fsencode(place / str(number)) for number in range(count)]
+@contextmanager
+def directory(path: Path) -> Iterator[int]:
+    """With a file named file."""
+    path.mkdir()
+    (path / "file").touch()
+    descriptor = os.open(path, os.O_PATH)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def add(watches: Watches, path: Path) -> bool:
+    """As the cgroup that its name says; whether there was room."""
+    with directory(path) as descriptor, suppress(OSError):
+        watches.add((0, int(path.name)), descriptor)
+    return (0, int(path.name)) in watches
 
 
 def instances() -> int:
     """Of inotify, of this process."""
-    links = (os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if entry.is_symlink())
-    return sum(link == "anon_inode:inotify" for link in _those_that_are_there(links))
-
-
-def _those_that_are_there(links: Iterator[str]) -> Iterator[str]:
-    while True:
-        try:
-            yield next(links)
-        except StopIteration:
-            return
-        except FileNotFoundError:  # that of the listing
-            return
+    count = 0
+    for descriptor in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # that of the listing
+            count += os.readlink(f"/proc/self/fd/{descriptor}") == "anon_inode:inotify"
+    return count
 
 
 def test_a_file_that_is_written(tmp_path: Path, watches: Watches) -> None:
-    for number, directory in enumerate(directories(tmp_path, 3)):
-        assert watches.add((0, number), directory)
-        assert watches.add((0, number), directory)
+    for number in range(3):
+        assert add(watches, tmp_path / str(number))
     assert list(watches.written()) == []
     (tmp_path / "1/file").write_text("new")
     (tmp_path / "2/another, of a longer name").write_text("new")
@@ -61,74 +66,73 @@ def test_a_file_that_is_written(tmp_path: Path, watches: Watches) -> None:
 
 def test_more_than_is_read_at_once(tmp_path: Path, watches: Watches) -> None:
     names = [f"file {number}" for number in range(5_000)]
-    (directory,) = directories(tmp_path, 1)
-    watches.add((0, 1), directory)
+    add(watches, tmp_path / "1")
     for name in names:
-        (tmp_path / "0" / name).touch()
+        (tmp_path / "1" / name).touch()
     assert list(watches.written()) == [((0, 1), name.encode()) for name in names]
+
+
+def test_there_is_an_end_of_it(tmp_path: Path, watches: Watches) -> None:
+    """Though somebody goes on writing while it is read."""
+    add(watches, tmp_path / "1")
+    files = [tmp_path / "1" / name for name in ("file", "other")]
+    for expected in (2, 4):
+        for file in files:
+            file.write_text("new")
+        found = 0
+        for _ in watches.written():
+            found += 1
+            if found <= 2:
+                files[found - 1].write_text("new")
+        assert found == expected
 
 
 def test_a_directory_that_goes_makes_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inotify, "WATCHES_LIMIT", 2)
     watches = Watches()
-    made = directories(tmp_path, 4)
-    assert [watches.add((0, i), each) for i, each in enumerate(made)] == [True, True, False, False]
-    assert not watches.add((0, 9), b"/none")
+    assert [add(watches, tmp_path / str(i)) for i in range(3)] == [True, True, False]
     (tmp_path / "0/file").unlink()
-    (tmp_path / "0").rmdir()
+    (tmp_path / "0").rmdir()  # of which a cgroup would say nothing
     assert list(watches.written()) == []
-    assert watches.add((0, 2), made[2])
-    assert not watches.add((0, 3), made[3])
+    assert add(watches, tmp_path / "3")
+    assert not add(watches, tmp_path / "4")
     watches.keep_to(1, ())
-    assert not watches.add((0, 3), made[3])
-    watches.keep_to(0, {2})
-    assert watches.add((0, 3), made[3])
-    for number in (1, 2, 3):
+    assert not add(watches, tmp_path / "5")
+    watches.keep_to(0, {3})
+    assert add(watches, tmp_path / "6")
+    for number in (1, 3, 6):
         (tmp_path / str(number) / "file").write_text("new")
-    assert list(watches.written()) == [((0, 2), b"file"), ((0, 3), b"file")]
+    assert list(watches.written()) == [((0, 3), b"file"), ((0, 6), b"file")]
     watches.close()
 
 
-def test_a_directory_that_is_anothers(tmp_path: Path, watches: Watches) -> None:
-    """Cgroups of v1 can change names: it is told of whom it is now."""
-    (directory,) = directories(tmp_path, 1)
-    assert watches.add((0, 1), directory)
-    assert watches.add((0, 2), directory)
-    (tmp_path / "0/file").write_text("new")
-    assert list(watches.written()) == [((0, 2), b"file")]
-    watches.keep_to(0, {2})
-    (tmp_path / "0/file").write_text("newer")
-    assert list(watches.written()) == [((0, 2), b"file")]
-
-
-def test_an_eighth_of_what_a_user_may_have() -> None:
+def test_an_eighth_of_what_a_user_may_have(watches: Watches) -> None:
     allowed = int(Path("/proc/sys/fs/inotify/max_user_watches").read_text())
-    watches = Watches()
     assert watches._room == min(inotify.WATCHES_LIMIT, allowed // 8)
-    watches.close()
+    assert watches._room > 0
 
 
-def test_without_an_instance(tmp_path: Path) -> None:
-    (directory,) = directories(tmp_path, 1)
-    with no_descriptors():
-        watches = Watches()
-    assert not watches.add((0, 1), directory)
-    assert list(watches.written()) == []
-    watches.keep_to(0, ())
-    watches.close()
+def test_what_is_no_directory(tmp_path: Path, watches: Watches) -> None:
+    (tmp_path / "file").touch()
+    descriptor = os.open(tmp_path / "file", os.O_PATH)
+    with pytest.raises(OSError, match="Not a directory"):
+        watches.add((0, 1), descriptor)
+    os.close(descriptor)
+    assert (0, 1) not in watches
 
 
-def test_no_instance_is_left(tmp_path: Path) -> None:
-    (directory,) = directories(tmp_path, 1)
+def test_without_an_instance() -> None:
+    with no_descriptors(), pytest.raises(OSError, match="Too many open files"):
+        Watches()
+
+
+def test_no_instance_is_left() -> None:
     before = instances()
     watches = Watches()
-    watches.add((0, 1), directory)
     assert instances() == before + 1
     watches.close()
     watches.close()
     assert instances() == before
-    assert not watches.add((0, 1), directory)
-    assert list(watches.written()) == []
     forgotten = Watches()
     del forgotten
     assert instances() == before

@@ -37,7 +37,8 @@ OTHERS = 2048
 SELDOM_SECONDS = 60
 """How old what seldom changes may be where there is no watch for it."""
 WATCHED_SECONDS = 300
-"""And where there is one, for what the kernel changes by itself."""
+"""And where there is one, for what the kernel changes by itself, or whose writer does not close the
+file."""
 
 _CHUNK = 1 << 14
 """More than a file of a cgroup has, but for io.stat with hundreds of disks."""
@@ -64,11 +65,11 @@ class KeptFile:
             try:
                 text = os.pread(descriptor, _CHUNK, 0)
                 return text if len(text) < _CHUNK else _whole(descriptor, text)
-            except OSError:
-                # ENODEV: the cgroup has gone, or its controller has, and may be back, with limits
-                # as they are in the beginning.
+            except OSError as error:
                 self._close(cgroup)
-                self._files.forget(self.hierarchy, cgroup)
+                # The cgroup has gone; or its controller has, and may be back, without a limit.
+                if error.errno == errno.ENODEV:
+                    self._files.forget(self.hierarchy, cgroup)
         try:
             if self._files.room == 0:
                 return self._files.content(directory + b"/" + self._name)
@@ -91,9 +92,9 @@ class KeptFile:
 
 class Seldom(Generic[T]):
     """What was found in files of each cgroup that seldom change. It is read again when somebody has
-    written to one that is watched. Where there is no room for a watch it is at each scrape in the
-    cgroup's first minute, in which its limits are set, and later now and then: each cgroup has a
-    second of its own for that, so that scrapes share the work."""
+    written to one that is watched, and now and then: each cgroup has a second of its own for that,
+    so that scrapes share the work. Where there is no room for a watch, it is read at each scrape of
+    the cgroup's first minute, too, in which its limits are set."""
 
     def __init__(
         self, files: CgroupFiles, hierarchy: Hierarchy, watched: Collection[bytes], seconds: int
@@ -184,6 +185,7 @@ class CgroupFiles:
     def settle(self, cgroups: Cgroups) -> None:
         """Drops what is of cgroups that are gone, and what there is no room for any more."""
         self._set_limit()
+        self._forget_written()  # before more is told, of watches that end
         if cgroups.generation != self._generation:
             self._generation = cgroups.generation
             stays: list[KeptFile | Seldom[Any]] = [*self._kept, *self._seldom]
@@ -192,26 +194,37 @@ class CgroupFiles:
             if self._watches:
                 for hierarchy in {each.hierarchy for each in self._seldom}:
                     self._watches.keep_to(hierarchy.id, cgroups.live(hierarchy))
+
+    def _forget_written(self) -> None:
         for told in self._watches.written() if self._watches else ():
-            if told is None:
-                for each in self._seldom:
-                    each.hurry()
-                continue
-            (hierarchy_id, cgroup), name = told
             for each in self._seldom:
-                if each.hierarchy.id == hierarchy_id and name in each.watched:
+                if told is None:
+                    each.hurry()
+                    continue
+                (hierarchy, cgroup), name = told
+                if each.hierarchy.id == hierarchy and name in each.watched:
                     each.forget(cgroup)
 
     def watch(self, hierarchy: Hierarchy, cgroup: int, directory: bytes) -> bool:
         """Whether `settle` will notice what is written in that directory."""
-        if self._watches is None:
-            self._watches = Watches()
-        return self._watches.add((hierarchy.id, cgroup), directory)
+        key = hierarchy.id, cgroup
+        if self._watches and key in self._watches:
+            return True
+        try:
+            above = self._directory(cgroup, directory)
+            try:
+                self._watches = self._watches or Watches()
+                self._watches.add(key, above)
+            finally:
+                os.close(above)
+        except OSError:  # others have all instances or watches, or it has gone
+            return False
+        return True
 
     def forget(self, hierarchy: Hierarchy, cgroup: int) -> None:
         """Nothing that was found there is true any more."""
         for each in self._seldom:
-            if each.hierarchy is hierarchy:
+            if each.hierarchy.id == hierarchy.id:
                 each.forget(cgroup)
 
     def _set_limit(self) -> None:
@@ -227,6 +240,7 @@ class CgroupFiles:
         self._close_kept()
         if self._watches:
             self._watches.close()
+            self._watches = None
 
     def _close_kept(self) -> None:
         for file in self._kept:

@@ -49,6 +49,8 @@ class _File:
     split: Callable[[bytes], Iterable[tuple[bytes, bytes, bytes]]]
     fields: Mapping[bytes, _Field]
     nothing: bytes
+    written_as: tuple[bytes, ...] = ()
+    """Other files by which one sets what is in it."""
 
 
 def _lines(text: bytes) -> Iterator[tuple[bytes, bytes, bytes]]:
@@ -61,8 +63,9 @@ def _lines(text: bytes) -> Iterator[tuple[bytes, bytes, bytes]]:
             yield words[0], b"", words[1]
 
 
-def _weight(name: bytes, policy: str) -> _File:
-    return _File(name, _lines, {b"": _Field(catalogue.CGROUP_IO_WEIGHT, (policy,))}, b"0")
+def _weight(name: bytes, policy: str, *written_as: bytes) -> _File:
+    fields = {b"": _Field(catalogue.CGROUP_IO_WEIGHT, (policy,))}
+    return _File(name, _lines, fields, b"0", written_as)
 
 
 # Ten of the fourteen lines that a cgroup has of each disk are sums, or 0.
@@ -128,7 +131,8 @@ _V1_LIMITS: tuple[_File, ...] = (
     _v1_limit(b"write_bps_device", catalogue.CGROUP_IO_MAX_BYTES, "write"),
     _v1_limit(b"read_iops_device", catalogue.CGROUP_IO_MAX_OPERATIONS, "read"),
     _v1_limit(b"write_iops_device", catalogue.CGROUP_IO_MAX_OPERATIONS, "write"),
-    _weight(b"blkio.bfq.weight_device", "bfq"),
+    # The weight for all disks is shown in this one and set by the other (block/bfq-cgroup.c).
+    _weight(b"blkio.bfq.weight_device", "bfq", b"blkio.bfq.weight"),
 )
 # Of v2's root alone, and of disks: without a cgroup in their labels.
 _IOCOST: tuple[_File, ...] = (
@@ -196,7 +200,8 @@ class CgroupIo(Reader):
         self._files, self._devices = host.files, host.devices
         self._kept = [(file, host.files.kept(self._hierarchy, file.name)) for file in self._counts]
         self._set: Seldom[list[_Set]] = host.files.seldom(
-            self._hierarchy, [file.name for file in self._limits]
+            self._hierarchy,
+            [name for file in self._limits for name in (file.name, *file.written_as)],
         )
         return []
 
@@ -211,23 +216,23 @@ class CgroupIo(Reader):
                     break
                 samples.add(file, text, owner)
             else:
-                for file, text in self._limits_of(cgroup, directory):
+                for file, text, _ in self._limits_of(cgroup, directory):
                     samples.add(file, text, owner)
                 if label == "/":
                     for file in self._of_root:
                         samples.add(file, content(os.path.join(directory, file.name)) or b"", ())
         snapshot.families += samples.families()
 
-    def _limits_of(self, cgroup: int, directory: bytes) -> Iterator[tuple[_File, bytes]]:
+    def _limits_of(self, cgroup: int, directory: bytes) -> list[_Set]:
         try:
             found = self._set.get(cgroup, directory, self._read_limits)
-            if any(self._devices.name(n) != name for _, _, names in found for n, name in names):
-                self._set.forget(cgroup)
-                found = self._set.get(cgroup, directory, self._read_limits)
+            for _, _, names in found:
+                if any(self._devices.name(number) != name for number, name in names):
+                    self._set.forget(cgroup)
+                    return self._set.get(cgroup, directory, self._read_limits)
         except OSError:  # it has gone meanwhile, or its directory has been closed to us
-            return
-        for file, text, _ in found:
-            yield file, text
+            return []
+        return found
 
     def _read_limits(self, cgroup: int, directory: bytes) -> list[_Set]:
         """Of the files that are there, as those of bfq are with its module, and not empty."""

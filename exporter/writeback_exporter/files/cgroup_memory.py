@@ -118,12 +118,18 @@ class CgroupMemory(Reader):
             if (number := _bytes(self._usage.read(cgroup, directory))) is not None:
                 usage.append(((label,), number))
             try:
-                sizes = self._limits.get(cgroup, directory, self._read_limits)
-                if sizes or not names.events_of_limits:
-                    met = self._met([file.read(cgroup, directory) for file in self._events])
-                    self._met_without.forget(cgroup)
+                if names.events_of_limits:
+                    sizes = self._limits.get(cgroup, directory, self._read_limits)
+                    if sizes:
+                        met = self._met_now(cgroup, directory)
+                        self._met_without.forget(cgroup)
+                    else:
+                        met = self._met_without.get(cgroup, directory, self._read_events, killed)
                 else:
-                    met = self._met_without.get(cgroup, directory, self._read_events, killed)
+                    # A lower limit may be met long before its write is over, which frees memory
+                    # first (mm/memcontrol.c, memory_max_write).
+                    met = self._met_now(cgroup, directory)
+                    sizes = self._limits.get(cgroup, directory, self._read_limits, met)
             except OSError:  # it has gone meanwhile, or its directory has been closed to us
                 continue
             limits += (((label, limit), size) for limit, size in sizes)
@@ -153,6 +159,9 @@ class CgroupMemory(Reader):
     def _read_events(self, cgroup: int, directory: bytes) -> dict[str, int]:
         names = [name for name, _ in self._names.events]
         return self._met(self._files.contents(cgroup, directory, names))
+
+    def _met_now(self, cgroup: int, directory: bytes) -> dict[str, int]:
+        return self._met([file.read(cgroup, directory) for file in self._events])
 
     def _met(self, texts: list[bytes | None]) -> dict[str, int]:
         """Numbers by event."""

@@ -130,7 +130,7 @@ def test_limits_are_shown_as_they_are_set(
 def test_a_controller_that_is_switched_off_and_on_again(
     exporter: lab.Exporter, group: Cgroup
 ) -> None:
-    """The file that is open is of the past then: reading it is refused."""
+    """The file that is open is of the past then: reading it is refused; and so are its limits."""
     control = group.directory / "cgroup.subtree_control"
     child = Cgroup(group.directory / "child", f"{group.label}/child")
     child.directory.mkdir()
@@ -142,7 +142,12 @@ def test_a_controller_that_is_switched_off_and_on_again(
             scrape = exporter.scrape()
             written = io_stat(child, FAST)["wios"]
             assert scrape.sum("cgroup_io_operations_total", **labels) == written >= count
+            assert not scrape.select("cgroup_io_max_bytes", cgroup=child.label)
+            (child.directory / "io.max").write_text(f"{FAST.dev} wbps=1073741824")
+            assert exporter.scrape().sum("cgroup_io_max_bytes", **labels) == 1 << 30
             control.write_text("-io")
+            if count == 25:  # unseen
+                continue
             assert not exporter.scrape().select("cgroup_io_operations_total", cgroup=child.label)
     finally:
         child.directory.rmdir()
