@@ -392,6 +392,39 @@ def test_disk_that_gets_the_place_of_another(machine: Machine) -> None:
     assert ("/a", "sdc", "read") in machine.scrape(1.0).counts
 
 
+def test_disk_that_gets_its_own_place_again(machine: Machine) -> None:
+    """Its gendisk is where that of one was which has just been forgotten: it is not gone since when
+    that one was."""
+    depth = machine.probe.file.struct("io_depth")
+    machine.unplug("sda")
+    machine.plug(7, "sda", (8, 0), 0xFFFF888000005000)
+    machine.io(5, 7, 0, times=4)
+    machine.scrape()
+    machine.scrape(RETENTION_SECONDS)
+    assert len(machine.maps["disk_index"].entries) == 2
+    machine.plug(3, "sda", (8, 0), 0xFFFF888000001000)
+    machine.io(5, 3, 0, times=8)
+    slots = [8] + [0] * (depth.fields["slots"].count - 1)
+    machine.change_disk(3, {"depth.sum": 8, "depth.slots": slots})
+    machine.unplug("sda")
+    for _ in range(3):
+        scraped = machine.scrape()
+        assert scraped.counts == {("/a", "sda", "read"): 12}
+        assert scraped.histograms[catalogue.BLOCK_IO_DEPTH]["sda",][1] == 8
+
+
+def test_disk_that_is_there_again_where_it_was_before(machine: Machine) -> None:
+    """It has IO: it stays, though another one of its name came later and is now gone."""
+    machine.unplug("sda")
+    machine.plug(7, "sda", (8, 0), 0xFFFF888000005000)
+    for number in range(1, 5):
+        machine.scrape(RETENTION_SECONDS / 2)
+        machine.change_disk(3, {"depth.sum": number})
+    assert len(machine.maps["disk_index"].entries) == 3
+    machine.scrape_until_retention_is_over()
+    assert len(machine.maps["disk_index"].entries) == 2
+
+
 def test_hidden_path_of_a_multipath_disk_has_no_number(machine: Machine) -> None:
     machine.plug(9, "nvme1c0n1", (0, 0), 0xFFFF888000009000)
     (machine.sysfs / "block/nvme1c0n1/dev").unlink()

@@ -17,7 +17,7 @@ from writeback_exporter.kernel.libbpf import BpfError
 from writeback_exporter.kernel.loader import Kernel
 from writeback_exporter.metrics import catalogue
 from writeback_exporter.metrics.exposition import Labels, Snapshot
-from writeback_exporter.names.cgroups import OTHER, OTHER_ID, EventKind
+from writeback_exporter.names.cgroups import OTHER, OTHER_ID, RETENTION_SECONDS, EventKind
 from writeback_exporter.probes import block_io_limit
 from writeback_exporter.probes import block_io_limit as module
 from writeback_exporter.probes.block_io_limit import BlockIoLimit
@@ -198,6 +198,23 @@ def test_a_disk_that_is_back_at_once_carries_on(machine: Machine) -> None:
         assert machine.scrape() == {("/a", "vda", "max"): (6, 6 * WAIT_NS)}
     assert len(machine.maps["limit_disks"].entries) == 1
     assert len(machine.maps["limit_held"].entries) == 1, "what the new disk holds stays"
+
+
+def test_a_disk_that_is_known_again_once_it_was_forgotten(machine: Machine) -> None:
+    """By the address of another one: it is not gone since when that one was."""
+    machine.plug("vda", 254, 16)
+    machine.know("vda", *VDA)
+    machine.scrape()
+    machine.know("vda", *VDA_AGAIN)
+    machine.wait(7, *VDA_AGAIN, MAX)
+    machine.scrape()
+    machine.scrape(RETENTION_SECONDS)
+    assert len(machine.maps["limit_disks"].entries) == 1
+    machine.know("vda", *VDA)
+    machine.wait(7, *VDA, MAX, times=5)
+    machine.unplug("vda")
+    for _ in range(3):
+        assert machine.scrape() == {("/a", "vda", "max"): (6, 6 * WAIT_NS)}
 
 
 def test_a_task_that_nobody_wakes(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

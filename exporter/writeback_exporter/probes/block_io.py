@@ -199,7 +199,9 @@ class BlockIo(Probe):
                 since_ns=since_ns,
             )
             old = known.get(index)
-            if old and old.identity == disk.identity:
+            # Its identity is another one's, too, whose gendisk is where the kernel had that of this
+            # one: what had IO since is there again, whether its place is the same or taken anew.
+            if old and (old.identity, old.value) == (disk.identity, disk.value):
                 disk.gone_since = old.gone_since
             self._disks[index] = disk
 

@@ -201,7 +201,8 @@ class BlockIoLimit(Probe):
             if self._held.unpack(hold) in left:
                 self.map("limit_held").delete(key)
         for disk in left:
-            self.map("limit_disks").delete(self._disks[disk].identity)
+            # Out of _disks too: it may have been known again by the next `read`.
+            self.map("limit_disks").delete(self._disks.pop(disk).identity)
 
 
 def _is_in(kernel: Kernel, policy: _Policy) -> bool:
