@@ -228,6 +228,10 @@ def test_all_works_without(root: bool, tmp_path: Path) -> None:
         assert scrape.sum("exporter_map_entries", map="sync/open_calls") == 0
         for metric in ("cgroup_memory_bytes", "pressure_waiting_seconds_total"):
             assert "/late" in scrape.values(metric, "cgroup")
+        for limit in (1 << 30, 1 << 29):  # of which inotify tells
+            (late.directory / "memory.max").write_text(str(limit))
+            scrape = exporter.scrape()
+            assert scrape.sum("cgroup_memory_limit_bytes", cgroup="/late", limit="max") == limit
         assert set(scrape.select("exporter_collector_success").values()) == {1}
         assert set(first.samples) <= set(scrape.samples)
         assert kept(exporter) == rights
