@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from writeback_exporter import privileges
 from writeback_exporter.collector import Host
-from writeback_exporter.features import Feature, Refused
+from writeback_exporter.features import Feature, Refused, raise_if_exhausted
 from writeback_exporter.files.base import number
 from writeback_exporter.kernel.loader import Kernel
 from writeback_exporter.metrics import catalogue
@@ -186,20 +186,22 @@ def _check_perf_events(procfs: str, refusal: Refused) -> None:
 
 def _check_tracefs() -> None:
     for top in _TRACEFS:
+        # What libbpf reads. Directories say nothing: in 6.18 anybody may list them.
+        file = f"{top}/events/syscalls/sys_enter_fsync/id"
         try:
-            systems = os.listdir(f"{top}/events")
+            os.close(os.open(file, os.O_RDONLY | os.O_CLOEXEC))
+            return
         except PermissionError as error:
-            detail = f"cannot read {top}/events: {error.strerror}"
+            detail = f"cannot read {file}: {error.strerror}"
             raise privileges.refusal(detail, privileges.TRACEFS.capabilities) from error
-        except OSError:
-            continue
-        if "syscalls" not in systems:
+        except OSError as error:
+            raise_if_exhausted(error)
+        if os.path.isdir(f"{top}/events"):
             raise Refused(
                 "no tracepoint",
                 f"the kernel has no tracepoints of system calls ({top}/events/syscalls)",
                 "use a kernel built with CONFIG_FTRACE_SYSCALLS, or with fentry",
             )
-        return
     raise Refused(
         "no tracefs",
         "tracefs, which names the tracepoints of system calls, is not mounted",
