@@ -120,12 +120,10 @@ class Seldom(Generic[T]):
         told = bool(self.watched) and self._files.watch(self.hierarchy, cgroup, directory)
         value = read(cgroup, directory)
         first = found[0] if found else now
-        if told:
-            due = _its_second(cgroup, now, WATCHED_SECONDS)
-        elif now < first + SELDOM_SECONDS:
+        if self.watched and not told and now < first + SELDOM_SECONDS:
             due = now
         else:
-            due = _its_second(cgroup, now, self._seconds)
+            due = _its_second(cgroup, now, WATCHED_SECONDS if told else self._seconds)
         self._found[cgroup] = first, due, sign, value
         return value
 
