@@ -40,7 +40,7 @@ class _Field:
     divisor: int = 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _File:
     """A file, how it is split into (device, key, value), its fields by key, and the value that
     stands for nothing."""
@@ -257,6 +257,13 @@ class _Samples:
         self._rows: dict[str, tuple[Metric, Samples]] = {
             name: (metric, []) for name, metric in metrics.items()
         }
+        self._fields: dict[_File, dict[bytes, tuple[Samples, Labels, int]]] = {
+            file: {
+                key: (self._rows[field.metric.name][1], field.labels, field.divisor)
+                for key, field in file.fields.items()
+            }
+            for file in files
+        }
 
         @cache  # for one scrape: by the next, the number may be another disk's
         def device(number: bytes) -> str | None:
@@ -267,19 +274,20 @@ class _Samples:
     def add(self, file: _File, text: bytes, owner: Labels) -> None:
         """Takes what is in the file's text; what is no number is left out, and so are disks that
         have just gone."""
+        fields = self._fields[file]
         for number, key, value in file.split(text):
-            field = file.fields.get(key)
+            field = fields.get(key)
             if field is None or value == file.nothing:
                 continue
             device = self._device(number)
             if device is None:
                 continue
+            rows, labels, divisor = field
             try:
-                amount = float(value) / field.divisor
+                amount = int(value) if divisor == 1 else float(value) / divisor
             except ValueError:
                 continue
-            _, rows = self._rows[field.metric.name]
-            rows.append(((*owner, device, *field.labels), amount))
+            rows.append(((*owner, device, *labels), amount))
 
     def families(self) -> Iterator[Family]:
         for metric, rows in self._rows.values():

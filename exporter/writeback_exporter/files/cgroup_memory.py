@@ -111,12 +111,13 @@ class CgroupMemory(Reader):
                 self._limits.forget(cgroup)
                 self._met_without.forget(cgroup)
                 continue
+            owner = (label,)
             for samples, pattern in ((dirty, names.dirty), (writeback, names.writeback)):
                 match = pattern.search(stat)
                 if match and (number := _bytes(match[1])) is not None:
-                    samples.append(((label,), number))
+                    samples.append((owner, number))
             if (number := _bytes(self._usage.read(cgroup, directory))) is not None:
-                usage.append(((label,), number))
+                usage.append((owner, number))
             try:
                 if names.events_of_limits:
                     sizes = self._limits.get(cgroup, directory, self._read_limits)

@@ -124,7 +124,7 @@ def family(metric: Metric, rows: Iterable[tuple[Labels, float]]) -> Family:
     if metric.kind is Kind.HISTOGRAM:
         raise ValueError(f"{metric.name} is a histogram: use HistogramFamily")
     kept = list(rows)
-    if {len(labels) for labels, _ in kept} - {len(metric.labels)}:
+    if set(map(len, map(itemgetter(0), kept))) - {len(metric.labels)}:
         wrong = next(labels for labels, _ in kept if len(labels) != len(metric.labels))
         raise ValueError(f"{metric.name} has labels {metric.labels}, not {wrong}")
     return Family(metric, kept)
