@@ -101,6 +101,8 @@ class Exporter:
         cgroups = Cgroups(self.hierarchies, settings.cgroups)
         self.host = Host(cgroups, Devices(settings.sysfs), settings.procfs)
         self.lock = threading.Lock()
+        self._begun = threading.Event()
+        """Set when `start` is over, well or not. The lock is free meanwhile, for readers."""
         self._lifecycle = CgroupLifecycle(self.host.cgroups, self.lock)
         collectors = [make() for name, make in COLLECTORS.items() if name in settings.collectors]
         self._readers = [c for c in collectors if isinstance(c, Reader)]
@@ -125,15 +127,18 @@ class Exporter:
         for feature in attribution(self.hierarchies):
             if not feature.available:
                 log.warning("%s: %s; %s", feature.name, feature.detail, feature.remedy)
-        with self.lock:
-            self._load()
-            self.host.cgroups.walk(time.monotonic())
-            self._lifecycle.recall()
-        for reader in self._readers:
-            self._start(reader, partial(reader.open, self._settings, self.host, self.lock))
-        prepared()
-        for collector in self.running:
-            collector.begin()
+        try:
+            with self.lock:
+                self._load()
+                self.host.cgroups.walk(time.monotonic())
+                self._lifecycle.recall()
+            for reader in self._readers:
+                self._start(reader, partial(reader.open, self._settings, self.host, self.lock))
+            prepared()
+            for collector in self.running:
+                collector.begin()
+        finally:
+            self._begun.set()
         self.observe()  # from here on the history counts
 
     def _load(self) -> None:
@@ -188,7 +193,9 @@ class Exporter:
         self.running.insert(0, collector)
 
     def collect(self) -> Snapshot:
-        """All that is known now. A collector that fails is left out, and a metric says so."""
+        """All that is known now. A collector that fails is left out, and a metric says so. Waits
+        for the end of `start`: what had only half of the collectors would look like a gap."""
+        self._begun.wait()
         snapshot = Snapshot()
         with self.lock:
             runs = [_Run(collector) for collector in self.running]
@@ -228,8 +235,9 @@ class Exporter:
         """What happened in the last minutes, for the status page.
 
         Not a scrape: nothing counts as exported and nothing is forgotten; and only what the page
-        shows is read.
+        shows is read. Waits for the end of `start`, as `collect` does.
         """
+        self._begun.wait()
         with self.lock:
             runs = [
                 _Run(collector)

@@ -4,16 +4,20 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
+from typing import Any
 
 import pytest
 
 from tests import lab
 from writeback_exporter import exporter as module
 from writeback_exporter.exporter import Exporter
+from writeback_exporter.features import Feature
 from writeback_exporter.files.bdi import Bdis
 from writeback_exporter.files.host_memory import HostMemory
 from writeback_exporter.names import cgroups
+from writeback_exporter.settings import Settings
 
 
 def gone_cgroup(exporter: Exporter) -> tuple[int, int]:
@@ -93,3 +97,40 @@ def test_one_that_fails_for_good_is_waited_for_but_not_for_ever(
         scrape = lab.scrape(exporter)
         assert scrape.sum("exporter_collector_success", collector="bdi") == 1
     assert [cgroup in gone for gone in told] == [True]
+
+
+def test_a_scrape_during_the_start_waits_for_all_collectors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opening, go_on = threading.Event(), threading.Event()
+    scrapes: list[lab.Scrape] = []
+
+    def open_slowly(*arguments: Any) -> list[Feature]:
+        opening.set()
+        assert go_on.wait(60)
+        return opened(*arguments)
+
+    def scrape_while_it_opens() -> None:
+        assert opening.wait(60)
+        scrapes.append(lab.scrape(exporter))
+
+    opened = HostMemory.open
+    monkeypatch.setattr(HostMemory, "open", open_slowly)
+    collectors = frozenset({"block_io", "host_memory"})
+    exporter = Exporter(Settings((), "/metrics", collectors, "/proc", "/sys", "/sys/fs/cgroup"))
+    scraper = threading.Thread(target=scrape_while_it_opens)
+    starter = threading.Thread(target=exporter.start)
+    try:
+        for thread in (scraper, starter):
+            thread.start()
+        assert opening.wait(60)
+        scraper.join(0.3)
+        assert not scrapes
+    finally:
+        go_on.set()
+        for thread in (scraper, starter):
+            thread.join(60)
+        exporter.close()
+    (scrape,) = scrapes
+    shown = scrape.values("exporter_collector_success", "collector")
+    assert shown == {*collectors, "cgroup_lifecycle"}
