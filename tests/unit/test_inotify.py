@@ -108,8 +108,8 @@ def test_a_directory_that_goes_makes_room(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_an_eighth_of_what_a_user_may_have(watches: Watches) -> None:
     allowed = int(Path("/proc/sys/fs/inotify/max_user_watches").read_text())
-    assert watches._room == min(inotify.WATCHES_LIMIT, allowed // 8)
-    assert watches._room > 0
+    assert watches.room == min(inotify.WATCHES_LIMIT, allowed // 8)
+    assert watches.room > 0
 
 
 def test_what_is_no_directory(tmp_path: Path, watches: Watches) -> None:

@@ -206,8 +206,8 @@ class CgroupFiles:
     def watch(self, hierarchy: Hierarchy, cgroup: int, directory: bytes) -> bool:
         """Whether `settle` will notice what is written in that directory."""
         key = hierarchy.id, cgroup
-        if self._watches and key in self._watches:
-            return True
+        if self._watches and (key in self._watches or not self._watches.room):
+            return key in self._watches
         try:
             above = self._directory(cgroup, directory)
             try:

@@ -58,7 +58,8 @@ class Watches:
         """Raises OSError where there is no inotify or, of 128 instances a user, none left."""
         self._watches: dict[Key, int] = {}
         self._keys: dict[int, Key] = {}
-        self._room = _allowed()
+        self.room = _allowed()
+        """How many more there may be."""
         self._descriptor = _libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
         if self._descriptor < 0:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
@@ -72,7 +73,7 @@ class Watches:
 
         Raises OSError where there is no room.
         """
-        if not self._room:
+        if not self.room:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         path = f"/proc/self/fd/{directory}".encode()
         watch = _libc.inotify_add_watch(self._descriptor, path, _IN_CLOSE_WRITE | _IN_ONLYDIR)
@@ -80,7 +81,7 @@ class Watches:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         self._watches[key] = watch
         self._keys[watch] = key
-        self._room -= 1
+        self.room -= 1
 
     def written(self) -> Iterator[tuple[Key, bytes] | None]:
         """Since the last call: whose file was written to, and its name. None for what the kernel
@@ -113,7 +114,7 @@ class Watches:
 
     def _drop(self, key: Key) -> None:
         del self._keys[self._watches.pop(key)]
-        self._room += 1
+        self.room += 1
 
     def close(self) -> None:
         """Ends all, for good."""
