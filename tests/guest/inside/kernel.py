@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,6 +13,9 @@ from pathlib import Path
 from tests.lab import Scrape
 
 TRACING = Path("/sys/kernel/tracing")
+PREEMPTS = int(os.uname().release.partition(".")[0]) >= 7
+"""Whether a task can be preempted in a program at a tracepoint, and another's event is then missed
+(bpf/preempt.h)."""
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from writeback_exporter.kernel.libbpf import BpfError, Object
 from writeback_exporter.kernel.loader import Kernel
 from writeback_exporter.probes.base import Probe
 
-from .kernel import dirty_limits, missed, vm
+from .kernel import PREEMPTS, dirty_limits, missed, vm
 from .test_dirty_throttle import throttle
 from .test_main_signals import FAST, MIB, SLOW
 
@@ -132,6 +132,9 @@ def test_two_exporters(tmp_path: Path) -> None:
         assert scrape.sum("block_io_size_bytes_count", **io) == writes
         assert scrape.sum("block_io_size_bytes_sum", **io) == written
         assert not any(scrape.select("exporter_map_dropped_total").values())
+        counts = scrape.select("exporter_program_missed_total")
+        programs = {dict(series)["program"] for series, count in counts.items() if count}
+        assert programs <= ({"dirty_throttle/throttled_control"} if PREEMPTS else set())
 
     def works(scrape: lab.Scrape) -> dict[tuple[tuple[str, str], ...], float]:
         return scrape.select("work_seconds_count", bdi=SLOW.dev)
