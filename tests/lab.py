@@ -7,6 +7,7 @@ host and, unchanged, in guests.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import gzip
 import os
@@ -27,6 +28,7 @@ from types import TracebackType
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.waiting import PATIENCE_SECONDS, wait_for
 from writeback_exporter import exporter
 from writeback_exporter.metrics.exposition import negotiate, render
 from writeback_exporter.names.cgroups import Hierarchies, Hierarchy, find_hierarchies
@@ -214,15 +216,18 @@ def cgroup(hierarchy: Hierarchy, name: str) -> Iterator[Cgroup]:
         yield made
     finally:
         _end_children()
-        # A process that has just ended may still be in it.
-        for _ in range(100):
-            try:
-                made.directory.rmdir()
-                break
-            except OSError:
-                time.sleep(0.02)
-        else:
-            made.directory.rmdir()
+        wait_for(lambda: removed(made.directory), what=f"the end of {made.label}'s processes")
+
+
+def removed(directory: Path) -> bool:
+    """Removes a cgroup; False as long as a process that has just ended is still in it."""
+    try:
+        directory.rmdir()
+    except OSError as error:
+        if error.errno != errno.EBUSY:
+            raise
+        return False
+    return True
 
 
 _JOIN = """
@@ -261,7 +266,7 @@ def _end_children() -> None:
 def run_in(cgroups: Sequence[Cgroup], code: str, *arguments: object) -> str:
     """Runs Python code in cgroups; what it printed."""
     process = spawn_in(cgroups, code, *arguments)
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 0, f"the code in {[c.label for c in cgroups]} failed"
     return output
 
@@ -362,7 +367,7 @@ class Exporter:
         )
         self.log: list[str] = []
         assert self.process.stderr is not None
-        patience = threading.Timer(180, self.process.kill)  # then its stderr ends
+        patience = threading.Timer(PATIENCE_SECONDS, self.process.kill)  # then its stderr ends
         patience.start()
         try:
             for line in self.process.stderr:
@@ -376,7 +381,7 @@ class Exporter:
 
     def get(self, path: str, headers: Mapping[str, str] | None = None) -> bytes:
         request = urllib.request.Request(self.url + path, headers=dict(headers or {}))
-        with urllib.request.urlopen(request, timeout=30) as response:
+        with urllib.request.urlopen(request, timeout=PATIENCE_SECONDS) as response:
             body: bytes = response.read()
             if response.headers.get("Content-Encoding") == "gzip":
                 body = gzip.decompress(body)
@@ -388,14 +393,14 @@ class Exporter:
     def stop(self) -> int:
         """Ends it as systemd does; its exit status."""
         self.process.send_signal(signal.SIGTERM)
-        _, rest = self.process.communicate(timeout=30)
+        _, rest = self.process.communicate(timeout=PATIENCE_SECONDS)
         self.log += rest.splitlines()
         return self.process.returncode
 
     def kill(self) -> None:
         """Ends it as the kernel's OOM killer does."""
         self.process.kill()
-        self.process.communicate(timeout=30)
+        self.process.communicate(timeout=PATIENCE_SECONDS)
 
     def __exit__(
         self,

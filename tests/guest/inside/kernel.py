@@ -10,12 +10,19 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.lab import Scrape
+from tests.lab import Scrape, sh
 
 TRACING = Path("/sys/kernel/tracing")
 PREEMPTS = int(os.uname().release.partition(".")[0]) >= 7
 """Whether a task can be preempted in a program at a tracepoint, and another's event is then missed
 (bpf/preempt.h)."""
+
+
+NEVER = 360_000
+"""An hour, in 1/100 s, for flushers not to look for old pages. With 0, which is said to switch that
+off, the first page that becomes dirty for a cgroup lets its flusher run at once, which then writes
+what there is by then: a cgroup that is new to a disk has no share of the limits, and is above them
+(wb_wakeup_delayed() and wb_over_bg_thresh(), mm/backing-dev.c and mm/page-writeback.c)."""
 
 
 @contextmanager
@@ -25,6 +32,8 @@ def vm(**settings: str) -> Iterator[None]:
     try:
         for name, value in settings.items():
             Path("/proc/sys/vm", name).write_text(value)
+        if "dirty_writeback_centisecs" in settings:
+            sh("sync")  # another interval wakes all flushers
         yield
     finally:
         for name, value in before.items():
@@ -33,8 +42,8 @@ def vm(**settings: str) -> Iterator[None]:
 
 @contextmanager
 def dirty_limits(background: int, hard: int, interval: int = 10) -> Iterator[None]:
-    """Global limits in bytes, for a while, and how often flushers look for old pages, in 1/100 s;
-    0 is never."""
+    """Global limits in bytes, for a while, and how often flushers look for old pages, in
+    1/100 s."""
     with ExitStack() as stack:
         # To set a ratio again puts its limit in bytes out of force.
         for name in ("dirty_background_ratio", "dirty_ratio"):
@@ -46,12 +55,19 @@ def dirty_limits(background: int, hard: int, interval: int = 10) -> Iterator[Non
         yield
 
 
+def clear_trace() -> None:
+    """An empty trace, with room, stamped by a clock that all CPUs share: what begins on one may end
+    on another."""
+    (TRACING / "buffer_size_kb").write_text("8192")
+    (TRACING / "trace_clock").write_text("mono")
+    (TRACING / "trace").write_text("")
+
+
 @contextmanager
 def ftrace(*events: str) -> Iterator[Path]:
     """Trace events recorded by the kernel itself; the trace when it is over."""
     switches = [TRACING / "events" / event / "enable" for event in events]
-    (TRACING / "buffer_size_kb").write_text("8192")
-    (TRACING / "trace").write_text("")
+    clear_trace()
     for switch in switches:
         switch.write_text("1")
     try:
@@ -63,15 +79,12 @@ def ftrace(*events: str) -> Iterator[Path]:
 
 @contextmanager
 def kprobes(*definitions: str) -> Iterator[None]:
-    """Kprobe events (Documentation/trace/kprobetrace), for ftrace() to record as kprobes/NAME,
-    stamped by a clock that all CPUs share: what begins on one may end on another."""
-    events, clock = TRACING / "kprobe_events", TRACING / "trace_clock"
+    """Kprobe events (Documentation/trace/kprobetrace), for ftrace() to record as kprobes/NAME."""
+    events = TRACING / "kprobe_events"
     events.write_text("\n".join(definitions))
-    clock.write_text("mono")
     try:
         yield
     finally:
-        clock.write_text("local")
         events.write_text("")
 
 
@@ -113,10 +126,9 @@ class Calls:
         self._functions = functions
 
     def __enter__(self) -> Calls:
-        (TRACING / "buffer_size_kb").write_text("8192")
         (TRACING / "set_ftrace_filter").write_text("\n".join(self._functions))
         (TRACING / "current_tracer").write_text("function")
-        (TRACING / "trace").write_text("")
+        clear_trace()
         return self
 
     def __exit__(self, *_: object) -> None:

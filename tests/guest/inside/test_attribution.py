@@ -16,7 +16,7 @@ import pytest
 from tests import lab
 from tests.lab import BUFFERED_WRITER, DIRECT_READER, DIRECT_WRITER, Cgroup, Disk, Scrape
 
-from .kernel import TRACING, Calls, dirty_limits, ftrace, pauses
+from .kernel import NEVER, TRACING, Calls, dirty_limits, ftrace, pauses
 from .test_main_signals import FAST, MIB, SLOW, io_stat
 
 ROOT = Path("/sys/fs/cgroup")
@@ -211,7 +211,7 @@ def test_writeback_for_a_cgroup_that_is_gone(
     gone.directory.mkdir()
     with (
         lab.ext4(FAST, tmp_path) as mount,
-        dirty_limits(400 * MIB, 500 * MIB, interval=0),
+        dirty_limits(400 * MIB, 500 * MIB, interval=NEVER),
         books(exporter, FAST, groups=[group]) as counted,
     ):
         lab.run_in([gone], BUFFERED_WRITER, mount / "file", 4 * MIB)
@@ -238,7 +238,7 @@ def test_a_file_of_two_cgroups(exporter: lab.Exporter, group: Cgroup, tmp_path: 
     with (
         lab.cgroup(lab.hierarchies().io, "first") as first,
         lab.ext4(FAST, tmp_path) as mount,
-        dirty_limits(400 * MIB, 500 * MIB, interval=0),
+        dirty_limits(400 * MIB, 500 * MIB, interval=NEVER),
     ):
         groups, file = [first, group], mount / "file"
         with books(exporter, FAST, groups=groups) as owned:

@@ -12,7 +12,7 @@ import pytest
 from tests import lab
 from tests.lab import BUFFERED_WRITER
 
-from .kernel import vm
+from .kernel import NEVER, vm
 from .test_main_signals import FAST, MIB
 
 DEBUGFS = Path("/sys/kernel/debug/bdi")
@@ -53,7 +53,7 @@ def test_a_writer_in_a_cgroup(tmp_path: Path) -> None:
         lab.Exporter(*lab.only("bdi")) as exporter,
     ):
         labels = {"bdi": FAST.dev, "cgroup": "/dirty"}
-        with vm(dirty_writeback_centisecs="0"):
+        with vm(dirty_writeback_centisecs=str(NEVER)):
             lab.run_in([group], BUFFERED_WRITER, mount / "file", 8 * MIB)
             dirty = dirty_memory(group)
             scrape = exporter.scrape()
@@ -112,7 +112,7 @@ def test_before_wb_stats_there_is_only_the_root(tmp_path: Path) -> None:
         lab.cgroup(lab.hierarchies().io, "dirty") as group,
         lab.Exporter(*lab.only("bdi")) as exporter,
     ):
-        with vm(dirty_writeback_centisecs="0"):
+        with vm(dirty_writeback_centisecs=str(NEVER)):
             lab.run_in([group], BUFFERED_WRITER, mount / "theirs", 8 * MIB)
             before = exporter.scrape()
             lab.run_in([], BUFFERED_WRITER, mount / "roots", 8 * MIB)

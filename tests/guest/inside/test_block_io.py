@@ -21,7 +21,7 @@ import pytest
 from tests import lab
 from tests.lab import BUFFERED_WRITER, Cgroup, Disk, DiskStats, Scrape
 
-from .kernel import dirty_limits, ftrace, missed
+from .kernel import NEVER, dirty_limits, ftrace, missed
 from .test_devices import counted, mapped
 from .test_main_signals import FAST, MIB, SLOW, io_stat
 
@@ -570,7 +570,7 @@ def test_a_file_system(exporter: lab.Exporter, group: Cgroup, tmp_path: Path, wr
         FAST.queue(nomerges="2"),
         lab.ext4(FAST, tmp_path) as mount,
         lab.cgroup(lab.hierarchies().io, f"{group.directory.name}-reader") as reader,
-        dirty_limits(64 * MIB, 128 * MIB, interval=0),
+        dirty_limits(64 * MIB, 128 * MIB, interval=NEVER),
     ):
         lab.sh("sync", "-f", mount)
         before, stats = exporter.scrape(), FAST.settled()

@@ -14,7 +14,7 @@ import pytest
 from tests import lab
 from tests.lab import BUFFERED_WRITER, Cgroup, Scrape
 
-from .kernel import vm
+from .kernel import NEVER, vm
 from .test_main_signals import FAST, MIB, io_stat
 
 
@@ -34,7 +34,7 @@ def group(request: pytest.FixtureRequest) -> Iterator[Cgroup]:
 
 HELD_BACK = (os.cpu_count() or 1) * 32 * os.sysconf("SC_PAGESIZE")
 NOBODY_WRITES_BACK = {
-    "dirty_writeback_centisecs": "0",  # the flusher does not look for old pages
+    "dirty_writeback_centisecs": str(NEVER),  # the flusher does not look for old pages
     "dirty_background_ratio": "80",  # nor does it find too many
     "dirty_ratio": "90",
 }

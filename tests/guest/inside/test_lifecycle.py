@@ -19,7 +19,7 @@ from writeback_exporter.kernel.libbpf import BpfError, Object
 from writeback_exporter.kernel.loader import Kernel
 from writeback_exporter.probes.base import Probe
 
-from .kernel import PREEMPTS, dirty_limits, missed, vm
+from .kernel import NEVER, PREEMPTS, dirty_limits, missed, vm
 from .test_dirty_throttle import throttle
 from .test_main_signals import FAST, MIB, SLOW
 
@@ -141,7 +141,7 @@ def test_two_exporters(tmp_path: Path) -> None:
 
     lab.sh("sync")
     # No flusher is at work while one of the two has not begun, or was asked already.
-    with vm(dirty_writeback_centisecs="0"), lab.Exporter(*collectors) as first:
+    with vm(dirty_writeback_centisecs=str(NEVER)), lab.Exporter(*collectors) as first:
         with lab.Exporter(*collectors) as second:
             truth = busy()
             scrapes = first.scrape(), second.scrape()

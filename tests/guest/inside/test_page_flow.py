@@ -20,7 +20,7 @@ from writeback_exporter.kernel.layout import ObjectFile
 from writeback_exporter.kernel.libbpf import Object
 from writeback_exporter.kernel.loader import load
 
-from .kernel import dirty_limits, ftrace, vmstat
+from .kernel import NEVER, dirty_limits, ftrace, vmstat
 
 MIB = 1 << 20
 FAST = Disk("/dev/vdb")
@@ -53,7 +53,7 @@ def test_two_writers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str) 
     hierarchy = lab.hierarchies().task
     with (
         lab.ext4(FAST, tmp_path) as mount,
-        dirty_limits(400 * MIB, 500 * MIB, interval=0),
+        dirty_limits(400 * MIB, 500 * MIB, interval=NEVER),
         lab.cgroup(hierarchy, "syncs") as syncs,
         lab.cgroup(hierarchy, "leaves") as leaves,
     ):

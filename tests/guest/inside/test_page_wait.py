@@ -19,7 +19,7 @@ from writeback_exporter.kernel.libbpf import Object
 from writeback_exporter.kernel.loader import load
 from writeback_exporter.probes import page_wait
 
-from .kernel import TRACING, dirty_limits, ftrace
+from .kernel import NEVER, TRACING, dirty_limits, ftrace
 
 MIB = 1 << 20
 SLOW = Disk("/dev/vda")  # 4 MB/s of writes
@@ -52,7 +52,7 @@ def test_a_task_that_calls_fsync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(loader, "load", without_fexit)
     with (
         lab.ext4(SLOW, tmp_path) as mount,
-        dirty_limits(400 * MIB, 500 * MIB, interval=0),
+        dirty_limits(400 * MIB, 500 * MIB, interval=NEVER),
         lab.cgroup(lab.hierarchies().task, "waits") as group,
         exporter_in_process("page_wait") as exporter,
     ):

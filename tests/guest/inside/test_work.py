@@ -16,7 +16,7 @@ from tests import lab
 from tests.lab import BUFFERED_WRITER, Disk, Scrape
 from tests.waiting import wait_for
 
-from .kernel import dirty_limits, ftrace, vm, vmstat
+from .kernel import NEVER, dirty_limits, ftrace, vm, vmstat
 
 MIB = 1 << 20
 SLOW, FAST = Disk("/dev/vda"), Disk("/dev/vdb")  # 4 MB/s of writes, and unlimited
@@ -103,7 +103,7 @@ def by_reclaim(mount: Path, wait: Callable[[], object]) -> None:
 def test_each_work_and_each_page(
     tmp_path: Path, reason: str, provoke: Callable[[Path, Callable[[], object]], None], limit: int
 ) -> None:
-    with lab.ext4(FAST, tmp_path) as mount, dirty_limits(limit, 500 * MIB, interval=0):
+    with lab.ext4(FAST, tmp_path) as mount, dirty_limits(limit, 500 * MIB, interval=NEVER):
         lab.sh("sync")
         with lab.Exporter(*lab.only("work")) as exporter:
             with ftrace(*EVENTS) as trace:
@@ -135,7 +135,7 @@ def test_each_work_and_each_page(
 
 
 def test_the_oldest_work_that_is_not_done(tmp_path: Path) -> None:
-    with lab.ext4(SLOW, tmp_path) as mount, dirty_limits(400 * MIB, 500 * MIB, interval=0):
+    with lab.ext4(SLOW, tmp_path) as mount, dirty_limits(400 * MIB, 500 * MIB, interval=NEVER):
         lab.sh("sync")
         # Few and small requests, so that the flusher waits for the disk.
         with (
