@@ -7,7 +7,7 @@ import struct
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.memory import MachineOfCgroups, Memory, Values, added, changed, extent, load
@@ -470,7 +470,6 @@ STEPS = st.lists(
 OPS = ("read", "write", "discard", "flush", "other")
 
 
-@settings(deadline=None)
 @given(STEPS)
 def test_nothing_is_lost_or_counted_twice(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int]]

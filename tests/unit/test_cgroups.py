@@ -256,7 +256,7 @@ def test_procfs_that_is_none(tmp_path: Path, name: str) -> None:
         find_hierarchies(str(top), str(tmp_path / name))
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(st.binary(max_size=8).filter(lambda path: not set(path) & set(b"\n\0")))
 def test_any_path_in_procfs(tmp_path: Path, path: bytes) -> None:
     """The kernel writes the path as it is, and refuses only names with a newline in it."""
@@ -803,7 +803,7 @@ def no_early_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 TestHost = pytest.mark.usefixtures("no_early_end")(Host.TestCase)
-TestHost.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestHost.settings = settings(max_examples=40, stateful_step_count=30)
 
 
 # Another process --------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from writeback_exporter.names import containers as module
@@ -358,7 +358,6 @@ JSON = st.recursive(
 )
 
 
-@settings(deadline=None)  # which writes files
 @given(content=JSON)
 def test_any_json_gives_text_or_nothing(
     content: object, tmp_path_factory: pytest.TempPathFactory

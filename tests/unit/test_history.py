@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from writeback_exporter.metrics.exposition import Labels
@@ -63,7 +63,6 @@ def test_who_looks_seldom_sees_what_happened_since_and_then_the_last_seconds() -
     assert (recent.seconds, recent.throttled) == (15, {A: 2})
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(0.001, 5000), min_size=1, max_size=300))
 def test_intervals_are_bounded(gaps: Sequence[float]) -> None:
     history, time, slept = History(), 0.0, 0

@@ -372,7 +372,7 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("layout") / "object.bpf.o"
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.sampled_from(NAMES),
     st.lists(
@@ -407,7 +407,7 @@ def section(name: str, content: bytes) -> slice:
     return slice(found[4], found[4] + found[5])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.sampled_from(NAMES),
     st.lists(

@@ -347,7 +347,8 @@ CLIENT_HELLO = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"
 
 def test_scrape_among_idle_half_open_and_plain_clients(config: Config) -> None:
     with contextlib.ExitStack() as stack:
-        server = stack.enter_context(serving(config_file=config.tls()))
+        limits = Limits(first_request=6 * HANG)  # all are to be there until the end
+        server = stack.enter_context(serving(limits=limits, config_file=config.tls()))
         context = config.client()
         idle = [stack.enter_context(secure(server, context)) for _ in range(250)]
         for _ in range(240):
@@ -375,9 +376,16 @@ def test_handshake_that_does_not_end_is_not_waited_for(config: Config, said: byt
 
 
 def test_request_that_does_not_come_after_a_handshake_is_not_waited_for(config: Config) -> None:
+    context = config.client()
+
+    def connected() -> ssl.SSLSocket | None:
+        with contextlib.suppress(*REFUSED):  # the handshake alone may take too long
+            return secure(server, context)
+        return None
+
     with (
         serving(limits=Limits(first_request=0.3), config_file=config.tls()) as server,
-        secure(server, config.client()) as client,
+        wait_for(connected, what="a handshake in time") as client,
         contextlib.suppress(*REFUSED),
     ):
         assert client.recv(1) == b""

@@ -632,10 +632,12 @@ def test_status_page_is_made_once_for_all_who_wait() -> None:
 def test_status_page_is_sent_again_while_it_is_young() -> None:
     page = Page()
     page.go.set()
-    with serving(status=page, limits=Limits(status_age=0.3)) as server:
+    with serving(status=page, limits=Limits(status_age=6 * HANG)) as server:
         assert fetch(server, "/").body == fetch(server, "/").body == b"page 1"
-        time.sleep(0.4)
+    with serving(status=page, limits=Limits(status_age=0.3)) as server:
         assert fetch(server, "/").body == b"page 2"
+        time.sleep(0.4)
+        assert fetch(server, "/").body == b"page 3"
 
 
 def test_status_page_takes_its_turn_among_collections() -> None:
@@ -652,14 +654,16 @@ def test_status_page_takes_its_turn_among_collections() -> None:
         collect.go.set()
         assert scrape.result(HANG).status == 200
         wait_for(lambda: page.begun == 1)
+        server.limits = DEFAULTS
         assert fetch(server, "/").body == b"page 1", "the views before have asked for one"
 
 
 def test_last_status_page_is_sent_where_the_next_one_takes_too_long() -> None:
     page = Page()
     page.go.set()
-    with serving(status=page, limits=Limits(status=0.3, status_age=0)) as server:
+    with serving(status=page, limits=Limits(status_age=0)) as server:
         assert fetch(server, "/").body == b"page 1"
+        server.limits = Limits(status=0.3, status_age=0)
         page.go.clear()
         for _ in range(3):
             assert fetch(server, "/").body == b"page 1"
