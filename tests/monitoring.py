@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.waiting import wait_for
+from tests.waiting import PATIENCE_SECONDS, wait_for
 
 UNPACKED = Path(__file__).parents[1] / "build/monitoring/usr/bin"
 
@@ -37,7 +37,7 @@ def ask(name: str, *arguments: str | Path, input: str | None = None) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_SECONDS,
         check=False,
     )
     assert said.returncode == 0, said.stdout
@@ -48,7 +48,7 @@ def ask(name: str, *arguments: str | Path, input: str | None = None) -> str:
 
 
 def get(url: str) -> Any:
-    with urllib.request.urlopen(url, timeout=30) as response:
+    with urllib.request.urlopen(url, timeout=PATIENCE_SECONDS) as response:
         return json.load(response)
 
 
@@ -59,26 +59,37 @@ def free_address() -> str:
 
 
 @contextmanager
-def server(command: list[str | Path], ready: str, log: Path) -> Iterator[None]:
-    """Runs one, from when it answers at `ready` on."""
+def server(command: list[str | Path], log: Path) -> Iterator[str]:
+    """Runs one, from when it is ready on; its URL."""
+
+    def start() -> subprocess.Popen[bytes]:
+        address = f"--web.listen-address={url.removeprefix('http://')}"
+        with log.open("w") as output:
+            return subprocess.Popen([*command, address], stdout=output, stderr=subprocess.STDOUT)
+
+    url = free_address()
+    process = start()
 
     def answers() -> bool:
-        assert process.poll() is None, log.read_text()
+        nonlocal process, url
+        if process.poll() is not None:
+            # Another program may have got the port since it was free.
+            assert "address already in use" in log.read_text(), log.read_text()
+            url = free_address()
+            process = start()
         try:
-            with urllib.request.urlopen(ready, timeout=5):
+            with urllib.request.urlopen(f"{url}/-/ready", timeout=5):
                 return True
         except OSError:
             return False
 
-    with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
     try:
-        wait_for(answers, 60, ready)
-        yield
+        wait_for(answers, what=f"that {log.stem} is ready")
+        yield url
     finally:
         process.terminate()
         try:
-            process.wait(timeout=30)
+            process.wait(timeout=PATIENCE_SECONDS)
         finally:
             process.kill()
 
@@ -115,13 +126,11 @@ def prometheus(directory: Path, config: str, *flags: str) -> Iterator[Prometheus
     """Runs one with this configuration; its files are in the directory."""
     (directory / "prometheus.yml").write_text(config)
     ask("promtool", "check", "config", directory / "prometheus.yml")
-    url = free_address()
     command: list[str | Path] = [
         tool("prometheus"),
         f"--config.file={directory / 'prometheus.yml'}",
         f"--storage.tsdb.path={directory / 'tsdb'}",
-        f"--web.listen-address={url.removeprefix('http://')}",
         *flags,
     ]
-    with server(command, f"{url}/-/ready", directory / "prometheus.log"):
+    with server(command, directory / "prometheus.log") as url:
         yield Prometheus(url)

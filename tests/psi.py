@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.waiting import PATIENCE_SECONDS
+
 WITHOUT_SYS_RESOURCE = ("setpriv", "--bounding-set=-sys_resource", "--inh-caps=-sys_resource")
 """Runs a command as root whose PSI triggers are unprivileged."""
 
@@ -73,7 +75,7 @@ def witness(path: Path, trigger: str, prefix: Sequence[str] = ()) -> Iterator[Wi
     try:
         assert process.stdout.readline() == "armed\n"
         yield seen
-        output, _ = process.communicate(timeout=30)
+        output, _ = process.communicate(timeout=PATIENCE_SECONDS)
         seen.events = int(output)
     finally:
         process.kill()

@@ -17,7 +17,7 @@ import yaml
 from alerts.__main__ import HERE, files
 from alerts.settings import Settings
 from tests import lab, monitoring
-from tests.monitoring import Prometheus, free_address, get, server, tool
+from tests.monitoring import Prometheus, get, server, tool
 from tests.waiting import wait_for
 
 SCRAPES = "1s"
@@ -90,7 +90,6 @@ def alertmanager(directory: Path, pager: Webhook) -> Iterator[Alertmanager]:
         (hook,) = receiver["webhook_configs"]
         hook["url"] = f"{pager.url}/{receiver['name']}"
     (directory / "alertmanager.yml").write_text(yaml.safe_dump(config))
-    url = free_address()
     # Its templates are where Debian installs them, and it looks nowhere else.
     share = tool("prometheus-alertmanager").parents[1] / "share"
     command: list[str | Path] = [
@@ -98,10 +97,9 @@ def alertmanager(directory: Path, pager: Webhook) -> Iterator[Alertmanager]:
         tool("prometheus-alertmanager"),
         f"--config.file={directory / 'alertmanager.yml'}",
         f"--storage.path={directory / 'alertmanager'}",
-        f"--web.listen-address={url.removeprefix('http://')}",
         "--cluster.listen-address=",
     ]
-    with server(command, f"{url}/-/ready", directory / "alertmanager.log"):
+    with server(command, directory / "alertmanager.log") as url:
         yield Alertmanager(url)
 
 
@@ -152,5 +150,5 @@ def stack(directory: Path, *flags: str, mounts: Sequence[str] = ()) -> Iterator[
         target = exporter.url.removeprefix("http://")
         rules = Settings(window=WINDOW, patience=0)
         scraper = open_.enter_context(prometheus(directory, target, manager, rules))
-        wait_for(lambda: scraper.query("up == 1"), 60, "a scrape")
+        wait_for(lambda: scraper.query("up == 1"), what="a scrape")
         yield Stack(exporter, scraper, manager, hook)

@@ -12,6 +12,7 @@ import pytest
 from tests import lab
 from tests.host.witness import Witness, unless_hidden
 from tests.lab import DIRECT_READER, DIRECT_WRITER, Cgroup, Disk, Scrape
+from tests.waiting import PATIENCE_SECONDS
 
 
 class Measure:
@@ -101,7 +102,7 @@ def test_parallel_writers_of_several_cgroups(
                 for i, group in enumerate(groups * 4)
             ]
             for writer in writers:
-                writer.communicate(timeout=120)
+                writer.communicate(timeout=PATIENCE_SECONDS)
                 assert writer.returncode == 0
             measure.end()
             if measure.hidden == 0:

@@ -14,6 +14,7 @@ import pytest
 
 from tests import lab
 from tests.lab import BUFFERED_WRITER, Cgroup, Disk
+from tests.waiting import PATIENCE_SECONDS
 
 MIB = 1 << 20
 
@@ -89,7 +90,7 @@ def test_limits_and_what_comes_of_them(exporter: lab.Exporter, memory_cgroup: Cg
         kept(memory_cgroup, "oom_control") as control,
     ):
         process = lab.spawn_in([memory_cgroup], ALLOCATE, 64 * MIB)
-        process.communicate(timeout=60)
+        process.communicate(timeout=PATIENCE_SECONDS)
         assert process.returncode == -signal.SIGKILL
         events = exporter.scrape().select("cgroup_memory_events_total", **labels)
         assert {dict(series)["event"]: value for series, value in events.items()} == {

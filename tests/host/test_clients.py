@@ -20,11 +20,12 @@ import pytest
 
 from tests import lab
 from tests.unit import certificates
+from tests.waiting import PATIENCE_SECONDS
 
 
 def connect(exporter: lab.Exporter) -> socket.socket:
     url = urllib.parse.urlsplit(exporter.url)
-    return socket.create_connection((url.hostname, url.port), timeout=30)
+    return socket.create_connection((url.hostname, url.port), timeout=PATIENCE_SECONDS)
 
 
 def test_idle_and_slow_clients_do_not_stop_a_scrape(exporter: lab.Exporter) -> None:
@@ -58,7 +59,7 @@ def test_it_ends_cleanly_and_leaves_nothing(number: signal.Signals) -> None:
     with lab.Exporter() as exporter:
         exporter.scrape()
         exporter.process.send_signal(number)
-        _, rest = exporter.process.communicate(timeout=30)
+        _, rest = exporter.process.communicate(timeout=PATIENCE_SECONDS)
         assert exporter.process.returncode == 0
         assert "Traceback" not in rest
 
@@ -96,7 +97,7 @@ def test_attaching_while_requests_are_in_flight(tmp_path: Path) -> None:
             assert all(writer.poll() is None for writer in writers)
             for writer in writers:
                 writer.kill()
-                writer.communicate(timeout=120)
+                writer.communicate(timeout=PATIENCE_SECONDS)
             truth = disk.stats() - before
             scrape = exporter.scrape()
         counted = scrape.sum("block_io_size_bytes_count", device=disk.name)
@@ -137,9 +138,9 @@ def test_crowds(tls: bool, tmp_path: Path) -> None:
             assert url.port is not None
             if context:
                 return http.client.HTTPSConnection(
-                    "127.0.0.1", url.port, timeout=60, context=context
+                    "127.0.0.1", url.port, timeout=PATIENCE_SECONDS, context=context
                 )
-            return http.client.HTTPConnection("127.0.0.1", url.port, timeout=60)
+            return http.client.HTTPConnection("127.0.0.1", url.port, timeout=PATIENCE_SECONDS)
 
         def scrape() -> int:
             """The status of a whole answer, 0 where the connection is closed instead."""
@@ -157,7 +158,7 @@ def test_crowds(tls: bool, tmp_path: Path) -> None:
             ready = threading.Barrier(CROWD)
 
             def wait_and_scrape(_: int) -> int:
-                ready.wait(60)
+                ready.wait(PATIENCE_SECONDS)
                 return scrape()
 
             with ThreadPoolExecutor(CROWD) as pool:

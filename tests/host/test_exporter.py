@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests import lab
+from tests.waiting import PATIENCE_SECONDS
 from writeback_exporter import exporter as module
 from writeback_exporter.exporter import Exporter
 from writeback_exporter.features import Feature
@@ -107,11 +108,11 @@ def test_a_scrape_during_the_start_waits_for_all_collectors(
 
     def open_slowly(*arguments: Any) -> list[Feature]:
         opening.set()
-        assert go_on.wait(60)
+        assert go_on.wait(PATIENCE_SECONDS)
         return opened(*arguments)
 
     def scrape_while_it_opens() -> None:
-        assert opening.wait(60)
+        assert opening.wait(PATIENCE_SECONDS)
         scrapes.append(lab.scrape(exporter))
 
     opened = HostMemory.open
@@ -123,13 +124,13 @@ def test_a_scrape_during_the_start_waits_for_all_collectors(
     try:
         for thread in (scraper, starter):
             thread.start()
-        assert opening.wait(60)
+        assert opening.wait(PATIENCE_SECONDS)
         scraper.join(0.3)
         assert not scrapes
     finally:
         go_on.set()
         for thread in (scraper, starter):
-            thread.join(60)
+            thread.join(PATIENCE_SECONDS)
         exporter.close()
     (scrape,) = scrapes
     shown = scrape.values("exporter_collector_success", "collector")

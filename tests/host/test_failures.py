@@ -17,6 +17,7 @@ import pytest
 from tests import lab
 from tests.host.test_workload import dead_file_system, sleeping
 from tests.lab import DIRECT_WRITER, TWO_CAPABILITIES, Disk, with_mounts
+from tests.waiting import PATIENCE_SECONDS
 from writeback_exporter.exporter import COLLECTORS
 from writeback_exporter.files.base import Reader
 from writeback_exporter.probes.base import Probe
@@ -131,7 +132,9 @@ def test_descriptors_that_run_out() -> None:
     is there again when the limit is raised."""
     with lab.Exporter() as exporter:
         process = exporter.process.pid
-        client = http.client.HTTPConnection(exporter.url.removeprefix("http://"), timeout=30)
+        client = http.client.HTTPConnection(
+            exporter.url.removeprefix("http://"), timeout=PATIENCE_SECONDS
+        )
 
         def scrape() -> lab.Scrape:
             client.request("GET", "/metrics")  # Prometheus keeps its connection, too

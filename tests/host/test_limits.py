@@ -18,6 +18,7 @@ from tests import lab
 from tests.host.test_cgroup_lifecycle import by_cgroup
 from tests.host.witness import Witness, unless_hidden
 from tests.lab import BUFFERED_WRITER, DIRECT_WRITER, Cgroup, Disk, exporter_in_process, scrape
+from tests.waiting import PATIENCE_SECONDS
 from writeback_exporter import __version__
 from writeback_exporter.exporter import Exporter
 from writeback_exporter.kernel import loader
@@ -147,7 +148,7 @@ def test_requests_whose_slots_collide(two_slots: None, tmp_path: Path, witness: 
                     for disk in disks
                 ]
                 for writer in writers:
-                    writer.communicate(timeout=120)
+                    writer.communicate(timeout=PATIENCE_SECONDS)
                     assert writer.returncode == 0
                 truth = [disk.stats() - stats for disk, stats in zip(disks, before, strict=True)]
                 seen = scrape(exporter)

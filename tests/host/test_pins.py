@@ -21,7 +21,7 @@ import pytest
 from tests import lab
 from tests.host.witness import Witness
 from tests.lab import DIRECT_WRITER, PROGRAM, Cgroup, Disk, Scrape
-from tests.waiting import wait_for
+from tests.waiting import PATIENCE_SECONDS, wait_for
 
 KILLS = 50
 RUN = "import sys; sys.argv.pop(1); from writeback_exporter.cli import main; sys.exit(main())"
@@ -66,7 +66,9 @@ def pinning(pins: Path, *flags: str) -> lab.Exporter:
 def refused(pins: Path, *flags: str) -> str:
     """What an exporter that does not start says."""
     command = [str(PROGRAM), "--web.listen-address=127.0.0.1:0", f"--bpf.pin={pins}", *flags]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=PATIENCE_SECONDS
+    )
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     return done.stderr.splitlines()[-1]
@@ -116,7 +118,7 @@ def test_fifty_kills_in_a_counted_load(
                 counted = now
                 running.kill()
     stop.touch()
-    load.communicate(timeout=30)
+    load.communicate(timeout=PATIENCE_SECONDS)
     assert load.returncode == 0
     truth = disk.settled() - before
     with pinning(pins) as last:

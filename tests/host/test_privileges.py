@@ -20,7 +20,7 @@ from tests import lab
 from tests.host.test_failures import PROBES, READERS, successes
 from tests.lab import DIRECT_WRITER, as_user
 from tests.sqpoll import rings
-from tests.waiting import wait_for
+from tests.waiting import PATIENCE_SECONDS, wait_for
 from writeback_exporter.privileges import PROGRAMS, RINGS, TRACEFS, Capability, Need
 
 NAMES = {need: tuple(map(str, need.capabilities)) for need in (PROGRAMS, RINGS, TRACEFS)}
@@ -294,7 +294,7 @@ def test_a_web_configuration_of_another_user(
         assert kept(exporter.process.pid) == {expected}
 
         def header() -> str:
-            with urllib.request.urlopen(exporter.url, timeout=30) as answer:
+            with urllib.request.urlopen(exporter.url, timeout=PATIENCE_SECONDS) as answer:
                 return str(answer.headers["X-Frame-Options"])
 
         assert header() == "deny"
