@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,18 @@ def bpffs(tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture
 def pins(bpffs: Path) -> Path:
     return bpffs / "writeback-exporter"
+
+
+@pytest.fixture
+def write(plugged: Disk, witness: Witness) -> Callable[..., int]:
+    """Writes to the disk so many times, in cgroups; how many of the writes the kernel showed."""
+
+    def write(count: int, *groups: Cgroup) -> int:
+        before, _ = witness.completed(plugged)
+        lab.run_in(groups, DIRECT_WRITER, plugged.path, 4096, count, 0)
+        return witness.completed(plugged)[0] - before
+
+    return write
 
 
 def pinning(pins: Path, *flags: str) -> lab.Exporter:
@@ -138,20 +150,20 @@ def test_fifty_kills_in_a_counted_load(
 
 
 def test_what_happened_in_the_absence_is_there_with_its_names(
-    pins: Path, plugged: Disk, tmp_path: Path
+    pins: Path, plugged: Disk, write: Callable[..., int]
 ) -> None:
     """A cgroup that came and went meanwhile, and one whose end the one before had seen."""
     root, name = lab.hierarchies().io, f"wbx-absent-{os.getpid()}"
 
-    def life(which: str) -> None:
+    def life(which: str) -> int:
         with lab.cgroup(root, f"{name}-{which}") as group:
-            lab.run_in([group], DIRECT_WRITER, plugged.path, 4096, 10, 0)
+            return write(10, group)
 
     with pinning(pins) as before:
-        life("before")
+        shown = {f"/{name}-before": life("before")}
         before.scrape()
         before.kill()
-    life("absent")
+    shown[f"/{name}-absent"] = life("absent")
     with pinning(pins) as after:
         scrape = after.scrape()
     assert {
@@ -159,7 +171,7 @@ def test_what_happened_in_the_absence_is_there_with_its_names(
         for series, count in scrape.select(
             "block_io_size_bytes_count", device=plugged.name, op="write"
         ).items()
-    } == {f"/{name}-before": 10, f"/{name}-absent": 10}
+    } == shown
     assert scrape.sum("exporter_collapsed_cgroups", reason="no name") == 0
 
 
@@ -202,17 +214,19 @@ def rows_of(disk: Disk, directory: Path) -> int:
     )
 
 
-def test_service_restarted_again_and_again_with_the_exporter(pins: Path, plugged: Disk) -> None:
+def test_service_restarted_again_and_again_with_the_exporter(
+    pins: Path, plugged: Disk, write: Callable[..., int]
+) -> None:
     """Each of its cgroups is forgotten after a while; what they counted is not."""
     root, name = lab.hierarchies().io, f"wbx-service-{os.getpid()}"
-    rows = []
-    for life in range(1, 5):
+    rows, shown = [], 0
+    for _ in range(4):
         with forgetful(pins) as exporter:
             with lab.cgroup(root, name) as group:
-                lab.run_in([group], DIRECT_WRITER, plugged.path, 4096, 10, 0)
+                shown += write(10, group)
                 for _ in range(4):  # forgets the life before
                     scrape = exporter.scrape()
-                    assert written(scrape, plugged.name) == {group.label: 10 * life}
+                    assert written(scrape, plugged.name) == {group.label: shown}
                 rows.append(rows_of(plugged, directory_of(pins, "block_io")))
             exporter.kill()
     assert rows[0] == 1
@@ -255,28 +269,31 @@ def test_kills_while_cgroups_are_forgotten(
     assert completed - seen <= lives * 10
 
 
-def test_stopped_in_order_and_started_again(pins: Path, plugged: Disk) -> None:
+def test_stopped_in_order_and_started_again(
+    pins: Path, plugged: Disk, write: Callable[..., int]
+) -> None:
     with pinning(pins) as first:
-        lab.run_in([], DIRECT_WRITER, plugged.path, 4096, 5, 0)
+        shown = write(5)
         assert first.stop() == 0
-    lab.run_in([], DIRECT_WRITER, plugged.path, 4096, 6, 0)
+    shown += write(6)
     with pinning(pins) as second:
-        assert totals(second.scrape(), plugged.name)[2] == 11
+        assert totals(second.scrape(), plugged.name)[2] == shown
         assert second.scrape().sum("exporter_feature_available", feature="bpf_pin") == 1
         log = "".join(second.log)
     assert "going on with the counts of the last run: " in log
     assert "anew" not in log
 
 
-def test_root_with_two_capabilities(pins: Path, plugged: Disk) -> None:
+def test_root_with_two_capabilities(pins: Path, plugged: Disk, write: Callable[..., int]) -> None:
     """As in a container, in a directory that the kubelet has made."""
     pins.mkdir(mode=0o755)
-    for counted in (0, 5):
+    shown = 0
+    for _ in range(2):
         with lab.Exporter(f"--bpf.pin={pins}", prefix=lab.TWO_CAPABILITIES) as exporter:
-            assert totals(exporter.scrape(), plugged.name)[2] == counted
-            lab.run_in([], DIRECT_WRITER, plugged.path, 4096, 5, 0)
+            assert totals(exporter.scrape(), plugged.name)[2] == shown
+            shown += write(5)
             scrape = exporter.scrape()
-            assert totals(scrape, plugged.name)[2] == counted + 5
+            assert totals(scrape, plugged.name)[2] == shown
             assert scrape.sum("exporter_feature_available", feature="bpf_pin") == 1
             exporter.stop()
 
@@ -359,13 +376,13 @@ def test_read_only(bpffs: Path, pins: Path, plugged: Disk) -> None:
     assert f"pins cannot be made in {pins}: Read-only file system" in refused(pins)
 
 
-def test_no_room_for_pins(pins: Path, plugged: Disk) -> None:
+def test_no_room_for_pins(pins: Path, plugged: Disk, write: Callable[..., int]) -> None:
     """bpffs has no limit of its own, so that it is never full of itself."""
     prefix = lab.denied(lab.BPF_CALL, errno.ENOSPC, lab.BPF_OBJ_PIN)
     with lab.Exporter(f"--bpf.pin={pins}", prefix=prefix) as exporter:
-        lab.run_in([], DIRECT_WRITER, plugged.path, 4096, 5, 0)
+        shown = write(5)
         scrape = exporter.scrape()
-        assert totals(scrape, plugged.name)[2] == 5
+        assert totals(scrape, plugged.name)[2] == shown
         log = "".join(exporter.log)
         exporter.stop()
     features = scrape.select("exporter_feature_available", feature="bpf_pin")
@@ -385,7 +402,7 @@ def test_a_file_at_its_place(pins: Path) -> None:
 # What cannot be taken over ------------------------------------------------------------------------
 
 
-def test_foreign_files_are_left_alone(pins: Path, plugged: Disk) -> None:
+def test_foreign_files_are_left_alone(pins: Path, plugged: Disk, write: Callable[..., int]) -> None:
     with pinning(pins) as first:
         first.stop()
     map_of_others = pins / "others_map"
@@ -393,8 +410,8 @@ def test_foreign_files_are_left_alone(pins: Path, plugged: Disk) -> None:
     (pins / "others").mkdir()
     with pinning(pins) as second:
         log = "".join(second.log)
-        lab.run_in([], DIRECT_WRITER, plugged.path, 4096, 5, 0)
-        assert totals(second.scrape(), plugged.name)[2] == 5
+        shown = write(5)
+        assert totals(second.scrape(), plugged.name)[2] == shown
     for name in ("others_map", "others"):
         assert f"{pins}/{name} is none of the exporter's and stays" in log
         assert (pins / name).exists()
@@ -404,7 +421,9 @@ FAULTS = ["map is absent", "other map", "no link", "other link", "program of our
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_pins_that_are_not_whole(pins: Path, plugged: Disk, fault: str) -> None:
+def test_pins_that_are_not_whole(
+    pins: Path, plugged: Disk, write: Callable[..., int], fault: str
+) -> None:
     """A map or link of others' under our names, or none: that object begins anew, and says so."""
     with pinning(pins) as first:
         lab.run_in([], DIRECT_WRITER, plugged.path, 4096, 5, 0)
@@ -424,20 +443,22 @@ def test_pins_that_are_not_whole(pins: Path, plugged: Disk, fault: str) -> None:
         link.unlink()
         os.link(next(directory.glob("link-complete_*")), link)
     with pinning(pins) as second:
-        lab.run_in([], DIRECT_WRITER, plugged.path, 4096, 7, 0)
-        assert totals(second.scrape(), plugged.name)[2] == 7
+        shown = write(7)
+        assert totals(second.scrape(), plugged.name)[2] == shown
         log = "".join(second.log)
         second.stop()
     assert f"the pins in {directory} cannot be taken over" in log
     assert f"removed the pins in {directory}: block_io begins anew" in log
     with pinning(pins) as third:
-        assert totals(third.scrape(), plugged.name)[2] == 7
+        assert totals(third.scrape(), plugged.name)[2] == shown
 
 
-def test_pins_that_cannot_be_had_now_stay(pins: Path, plugged: Disk) -> None:
+def test_pins_that_cannot_be_had_now_stay(
+    pins: Path, plugged: Disk, write: Callable[..., int]
+) -> None:
     """They are somebody else's, which is told; once that is mended the counts go on."""
     with pinning(pins) as first:
-        lab.run_in([], DIRECT_WRITER, plugged.path, 4096, 5, 0)
+        shown = write(5)
         first.stop()
     directory = directory_of(pins, "block_io")
     os.chown(directory, 12345, 12345)
@@ -450,22 +471,26 @@ def test_pins_that_cannot_be_had_now_stay(pins: Path, plugged: Disk) -> None:
     assert f"{directory} belongs to user 12345" in log
     os.chown(directory, 0, 0)
     with pinning(pins) as third:
-        assert totals(third.scrape(), plugged.name)[2] == 5
+        assert totals(third.scrape(), plugged.name)[2] == shown
 
 
-def test_pins_removed_under_an_exporter(pins: Path, plugged: Disk) -> None:
+def test_pins_removed_under_an_exporter(
+    pins: Path, plugged: Disk, write: Callable[..., int]
+) -> None:
     """It counts on while it runs, whether it has loaded the programs or taken them over."""
     for taken_over in (False, True):
         with pinning(pins) as running:
             if taken_over:
                 shutil.rmtree(pins)
             before = totals(running.scrape(), plugged.name)[2]
-            lab.run_in([], DIRECT_WRITER, plugged.path, 4096, 5, 0)
-            assert totals(running.scrape(), plugged.name)[2] == before + 5
+            shown = write(5)
+            assert totals(running.scrape(), plugged.name)[2] == before + shown
             running.stop()
 
 
-def test_left_by_a_crash_while_pinning(pins: Path, plugged: Disk) -> None:
+def test_left_by_a_crash_while_pinning(
+    pins: Path, plugged: Disk, write: Callable[..., int]
+) -> None:
     with pinning(pins) as first:
         first.stop()
     whole = directory_of(pins, "block_io")
@@ -473,8 +498,8 @@ def test_left_by_a_crash_while_pinning(pins: Path, plugged: Disk) -> None:
     whole.rename(unfinished)
     next(unfinished.glob("link-*")).unlink()
     with pinning(pins) as second:
-        lab.run_in([], DIRECT_WRITER, plugged.path, 4096, 7, 0)
-        assert totals(second.scrape(), plugged.name)[2] == 7
+        shown = write(7)
+        assert totals(second.scrape(), plugged.name)[2] == shown
         log = "".join(second.log)
     assert f"removed the pins in {unfinished}" in log
     assert whole.exists()
@@ -516,15 +541,17 @@ def other_version(tmp_path: Path, version: str, *define: str) -> tuple[str, ...]
     return ("env", f"PYTHONPATH={tmp_path / 'site'}", str(PROGRAM.with_name("python")), "-c", RUN)
 
 
-def test_upgrade_with_the_same_bpf_goes_on(pins: Path, plugged: Disk, tmp_path: Path) -> None:
+def test_upgrade_with_the_same_bpf_goes_on(
+    pins: Path, plugged: Disk, write: Callable[..., int], tmp_path: Path
+) -> None:
     with pinning(pins) as first:
-        lab.run_in([], DIRECT_WRITER, plugged.path, 4096, 5, 0)
+        shown = write(5)
         first.stop()
     command = other_version(tmp_path, "17.0.10")
     with lab.Exporter(f"--bpf.pin={pins}", prefix=command) as second:
         scrape = second.scrape()
         assert scrape.sum("exporter_build_info", version="17.0.10") == 1
-        assert totals(scrape, plugged.name)[2] == 5
+        assert totals(scrape, plugged.name)[2] == shown
 
 
 def test_upgrade_with_another_layout_begins_anew(pins: Path, plugged: Disk, tmp_path: Path) -> None:
