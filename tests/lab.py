@@ -492,7 +492,11 @@ def rights(process: int) -> dict[str, Rights]:
     """Of each of its threads, by id."""
     found = {}
     for status in Path(f"/proc/{process}/task").glob("*/status"):
-        fields = dict(line.split(":\t") for line in status.read_text().splitlines())
+        try:
+            text = status.read_text()
+        except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            continue
+        fields = dict(line.split(":\t") for line in text.splitlines())
         masks = (int(fields[f"Cap{name}"], 16) for name in ("Inh", "Prm", "Eff", "Bnd", "Amb"))
         inh, prm, eff, bnd, amb = (
             frozenset(n for n in range(64) if mask >> n & 1) for mask in masks

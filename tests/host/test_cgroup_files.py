@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
@@ -24,7 +25,10 @@ def exporter() -> Iterator[lab.Exporter]:
 def kept(exporter: lab.Exporter, name: str) -> set[str]:
     """Names of the open files in cgroups of that name, of all hierarchies."""
     directory = f"/proc/{exporter.process.pid}/fd"
-    targets = {os.readlink(f"{directory}/{descriptor}") for descriptor in os.listdir(directory)}
+    targets = set()
+    for descriptor in os.listdir(directory):
+        with suppress(FileNotFoundError):  # it may have been closed meanwhile
+            targets.add(os.readlink(f"{directory}/{descriptor}"))
     return {os.path.basename(target) for target in targets if f"/{name}/" in target}
 
 

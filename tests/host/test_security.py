@@ -17,11 +17,10 @@ import pytest
 from tests import lab
 from tests.monitoring import ask, prometheus
 from tests.unit import certificates
-from tests.waiting import wait_for
+from tests.waiting import PATIENCE_SECONDS, wait_for
 
 DOCUMENT = (Path(__file__).parents[2] / "docs/security.md").read_text()
 WEB, SCRAPE = re.findall(r"^```yaml\n(.*?)^```$", DOCUMENT, re.MULTILINE | re.DOTALL)
-HANG = 60
 
 
 @pytest.fixture
@@ -42,20 +41,20 @@ def test_document(directory: Path) -> None:
         assert url.scheme == "https"
         context = ssl.create_default_context(cafile=str(directory / "ca.pem"))
         with pytest.raises((urllib.error.URLError, ConnectionError, ssl.SSLError)):
-            urllib.request.urlopen(exporter.url, timeout=HANG, context=context)
+            urllib.request.urlopen(exporter.url, timeout=PATIENCE_SECONDS, context=context)
         context.load_cert_chain(directory / "client.pem", directory / "client.key")
         with pytest.raises(urllib.error.HTTPError, match="401") as caught:
-            urllib.request.urlopen(exporter.url, timeout=HANG, context=context)
+            urllib.request.urlopen(exporter.url, timeout=PATIENCE_SECONDS, context=context)
         caught.value.close()
         login = base64.b64encode(b"prometheus:secret").decode()
         request = urllib.request.Request(
             f"{exporter.url}/metrics", headers={"Authorization": f"Basic {login}"}
         )
-        with urllib.request.urlopen(request, timeout=HANG, context=context) as answer:
+        with urllib.request.urlopen(request, timeout=PATIENCE_SECONDS, context=context) as answer:
             assert "writeback_exporter_build_info" in answer.read().decode()
         config = SCRAPE.replace("localhost:10435", url.netloc)
         assert config != SCRAPE
-        quick = "global: {scrape_interval: 500ms, scrape_timeout: 400ms}\n"
+        quick = "global: {scrape_interval: 3s, scrape_timeout: 3s}\n"
         with prometheus(directory, config + quick) as scraper:
-            wait_for(lambda: scraper.query("up == 1"), HANG, "a scrape")
+            wait_for(lambda: scraper.query("up == 1"), what="a scrape")
     assert not any("ERROR" in line or "Traceback" in line for line in exporter.log)

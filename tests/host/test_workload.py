@@ -7,7 +7,6 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 
 from tests import lab
 from tests.lab import Cgroup
+from tests.waiting import wait_for
 from writeback_exporter.exporter import Exporter
 from writeback_exporter.files import workload
 from writeback_exporter.settings import Settings
@@ -28,8 +28,6 @@ ANNOTATIONS = {
     "io.kubernetes.cri.sandbox-namespace": "shop",
     "io.kubernetes.cri.sandbox-uid": UID,
 }
-PATIENCE = 60
-"""Seconds: names come with a pass of the thread, of which there is one in five seconds."""
 
 
 @contextmanager
@@ -56,11 +54,11 @@ def info(scrape: lab.Scrape, cgroup: Cgroup) -> dict[str, str]:
 
 
 def info_with_names(exporter: lab.Exporter, cgroup: Cgroup) -> dict[str, str]:
-    deadline = time.monotonic() + PATIENCE
-    while "pod" not in (labels := info(exporter.scrape(), cgroup)):
-        assert time.monotonic() < deadline, labels
-        time.sleep(0.1)
-    return labels
+    """They come with a pass of the thread, of which there is one in five seconds."""
+    return wait_for(
+        lambda: labels if "pod" in (labels := info(exporter.scrape(), cgroup)) else None,
+        what="the pod's name",
+    )
 
 
 IN_POD = {"container_id": ID, "pod_uid": UID, "qos_class": "Burstable"}
@@ -118,7 +116,7 @@ def sleeping(process: int) -> set[str]:
     for task in Path(f"/proc/{process}/task").iterdir():
         try:
             text = (task / "stat").read_text()
-        except FileNotFoundError:  # it has ended meanwhile
+        except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
             continue
         name, _, rest = text.partition("(")[2].rpartition(")")
         if rest.split()[0] == "D":
@@ -132,15 +130,15 @@ def test_dead_disk_hangs_neither_scrapes_nor_the_end(top: str, tmp_path: Path) -
         dead_file_system(tmp_path / "var/log/pods"),
         lab.Exporter(f"--path.rootfs={tmp_path}") as exporter,
     ):
-        deadline = time.monotonic() + PATIENCE
-        while not (hanging := sleeping(exporter.process.pid)):
-            assert time.monotonic() < deadline, "nothing looks into the dead file system"
-            time.sleep(0.1)
+        hanging = wait_for(
+            lambda: sleeping(exporter.process.pid), what="a look into the dead file system"
+        )
         assert len(hanging) == 1
         for _ in range(3):
             assert info(exporter.scrape(), cgroup) == IN_POD
         assert exporter.scrape().sum("exporter_collector_success", collector="workload") == 1
-        assert sleeping(exporter.process.pid) == hanging
+        # Others may be in D state for a moment, too; who hangs is there at each look.
+        wait_for(lambda: sleeping(exporter.process.pid) == hanging, what="that it still hangs")
         assert exporter.stop() == 0
 
 
@@ -160,11 +158,12 @@ def test_dead_disk_is_said_once(
     exporter = Exporter(settings)
     with pod_cgroup(top), dead_file_system(tmp_path / "var/log/pods"):
         exporter.start()
-        deadline = time.monotonic() + PATIENCE
-        while "has not answered" not in caplog.text:
-            assert time.monotonic() < deadline
+
+        def said() -> bool:
             exporter.collect()
-            time.sleep(0.05)
+            return "has not answered" in caplog.text
+
+        wait_for(said, what="that it is said")
         exporter.collect()
         exporter.close()
     assert caplog.text.count("has not answered") == 1
