@@ -13,6 +13,9 @@ from tests import lab
 from tests.host.witness import Witness, witness
 from writeback_exporter.kernel.libbpf import Object
 
+NOBODY = b"\xff"
+"""Each byte of the key of an entry that nobody has."""
+
 
 @pytest.fixture(autouse=True, scope="session")
 def _root() -> None:
@@ -62,15 +65,20 @@ def plugged(tmp_path: Path) -> Iterator[lab.Disk]:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Capacities of maps, set before they are created."""
+    """Capacities of maps, set before they are created; 0 is one entry, which nobody has, from
+    before any program is attached."""
     capacities: dict[str, int] = {}
     load = Object.load
 
     def load_smaller(self: Object) -> None:
         for name, entries in capacities.items():
             if name in self.maps:
-                self.maps[name].max_entries = entries
+                self.maps[name].max_entries = entries or 1
         load(self)
+        for name, entries in capacities.items():
+            if name in self.maps and entries == 0:
+                full = self.maps[name]
+                full.update(NOBODY * full.key_size, bytes(full.value_size))
 
     monkeypatch.setattr(Object, "load", load_smaller)
     return capacities

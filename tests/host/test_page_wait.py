@@ -9,7 +9,6 @@ from tests import lab
 from tests.host.witness import Witness
 from tests.lab import Cgroup, Disk, exporter_in_process
 from writeback_exporter.names.cgroups import OTHER
-from writeback_exporter.probes.page_wait import PageWait
 
 MIB = 1 << 20
 FSYNC = """
@@ -44,28 +43,26 @@ def test_full_page_wait_map_collapses_into_other(
     small: dict[str, int], plugged: Disk, task_cgroup: Cgroup, witness: Witness, tmp_path: Path
 ) -> None:
     small["page_wait"] = 1
-    with lab.ext4(plugged, tmp_path) as mount, exporter_in_process("page_wait") as exporter:
+    with lab.ext4(plugged, tmp_path) as mount:
         before = sum(witness.page_waits().values())
-        lab.run_in([task_cgroup], FSYNC, mount / "file", MIB)
-        scrape = lab.scrape(exporter)
+        with exporter_in_process("page_wait") as exporter:
+            lab.run_in([task_cgroup], FSYNC, mount / "file", MIB)
+            scrape, later = lab.scrape(exporter), lab.scrape(exporter)
         waits = sum(witness.page_waits().values()) - before
     counts = scrape.select("page_wait_seconds_count")
     assert {dict(series)["cgroup"] for series in counts} == {OTHER}
     # Others may wait as well, and be just about to.
     assert witness.page_waits()[task_cgroup.id] <= sum(counts.values()) <= waits
-    assert scrape.sum("exporter_map_dropped_total", map="page_wait/page_wait") == sum(
-        counts.values()
-    )
+    # Which are read later than what is counted, and others go on waiting.
+    dropped = scrape.sum("exporter_map_dropped_total", map="page_wait/page_wait")
+    assert sum(counts.values()) <= dropped <= later.sum("page_wait_seconds_count")
 
 
 def test_full_page_waiters_map(
     small: dict[str, int], plugged: Disk, task_cgroup: Cgroup, witness: Witness, tmp_path: Path
 ) -> None:
-    small["page_waiters"] = 1
+    small["page_waiters"] = 0
     with lab.ext4(plugged, tmp_path) as mount, exporter_in_process("page_wait") as exporter:
-        (probe,) = (p for p in exporter.running if isinstance(p, PageWait))
-        waiters = probe.map("page_waiters")
-        waiters.update(b"\xff" * 4, bytes(waiters.value_size))
         lab.run_in([task_cgroup], FSYNC, mount / "file", MIB)
         scrape = lab.scrape(exporter)
         truth = witness.page_waits()[task_cgroup.id]
