@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests import lab
-from tests.lab import BUFFERED_WRITER, Cgroup, Disk
-from tests.waiting import PATIENCE_SECONDS
+from tests.lab import BUFFERED_WRITER, Cgroup, Disk, Scrape
+from tests.waiting import PATIENCE_SECONDS, wait_for
 
 MIB = 1 << 20
 
@@ -58,15 +58,17 @@ def test_dirty_memory(
 ) -> None:
     """A writer's pages are dirty until somebody has them written; anybody may on this host."""
     with lab.ext4(disk, tmp_path) as mount, kept(memory_cgroup, "stat") as stat:
-        lab.run_in([memory_cgroup], BUFFERED_WRITER, mount / "file", 8 * MIB)
-        for _ in range(50):
+
+        def all_dirty() -> tuple[Scrape, int] | None:
+            lab.run_in([memory_cgroup], BUFFERED_WRITER, mount / "file", 8 * MIB)
             before = number(stat, "total_dirty")
             scrape = exporter.scrape()
-            if before == number(stat, "total_dirty") > 0:
-                break
+            return (scrape, before) if number(stat, "total_dirty") == before >= 8 * MIB else None
+
+        scrape, truth = wait_for(all_dirty, what="a scrape while nothing is written back")
         dirty = scrape.select("cgroup_dirty_bytes", cgroup=memory_cgroup.label)
-        assert list(dirty.values()) == [before]
-        assert 8 * MIB <= before < 9 * MIB
+        assert list(dirty.values()) == [truth]
+        assert truth < 9 * MIB
         lab.sh("sync", "-f", mount)
         scrape = exporter.scrape()
         assert scrape.sum("cgroup_dirty_bytes", cgroup=memory_cgroup.label) < MIB

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import lab
+from tests.host.test_cgroup_files import kept
 from tests.psi import CONTENTION, WITHOUT_SYS_RESOURCE, totals, witness
 from tests.waiting import wait_for
 
@@ -57,17 +58,15 @@ def test_waiting_for_a_cpu(cgroup: lab.Cgroup) -> None:
         ("resource", "cpu"),
         ("threshold", "100ms/2s"),
     )
-    with (
-        exporter_of("cpu some 100ms/2s", cgroup.label) as exporter,
-        witness(
-            cgroup.directory / "cpu.pressure", "some 100000 2000000", WITHOUT_SYS_RESOURCE
-        ) as w,
-    ):
-        assert events(exporter, cgroup) == {labels: 0}
-        lab.run_in([cgroup], CONTENTION, 7)
-        time.sleep(2.5)  # until the kernel has looked for the last time
-        counted = events(exporter, cgroup)
-    assert counted == {labels: w.events}
+    file = cgroup.directory / "cpu.pressure"
+    with exporter_of("cpu some 100ms/2s", cgroup.label) as exporter:
+        with witness(file, "some 100000 2000000", WITHOUT_SYS_RESOURCE) as w:
+            assert events(exporter, cgroup) == {labels: 0}
+            lab.run_in([cgroup], CONTENTION, 7)
+            time.sleep(2.5)  # until the kernel has looked for the last time
+        # What both were told the exporter may take in a little later.
+        wait_for(lambda: events(exporter, cgroup) == {labels: w.events}, what="all events")
+        assert events(exporter, cgroup) == {labels: w.events}
     assert w.events >= 2
 
 
@@ -98,12 +97,13 @@ def test_cgroups_come_and_go(cgroup: lab.Cgroup) -> None:
         counts = []
         for _ in range(2):
             child.directory.mkdir()
-            time.sleep(1.5)  # without a scrape
-            assert armed(exporter) == 2
+            # Without a scrape, so that nothing else opens it.
+            wait_for(lambda: "cpu.pressure" in kept(exporter, "child"), what="a trigger")
+            wait_for(lambda: armed(exporter) == 2)
             lab.run_in([child], CONTENTION, 4.5)
-            counts.append(sum(events(exporter, child).values()))
             wait_for(lambda: _removed(child))
             wait_for(lambda: armed(exporter) == 1)
+            counts.append(sum(events(exporter, child).values()))
             assert sum(events(exporter, child).values()) == counts[-1]
         assert 1 <= counts[0] < counts[1]
         # One that the kernel ended counts as refused until the cgroup is known to be gone.

@@ -13,6 +13,7 @@ import pytest
 from tests import lab
 from tests.calls import COUNTS, ERRORS, HANGING, SYNC_CALLS, stuck_disk
 from tests.lab import Cgroup
+from tests.waiting import wait_for
 
 FENTRY = "this kernel allows fentry: the guests' tests prove that way"
 
@@ -84,9 +85,12 @@ def test_an_open_call_and_its_end(
         process = lab.spawn_in([task_cgroup], HANGING, stuck.path, 60)
         assert process.stdout is not None
         assert process.stdout.readline() == "calls\n"
-        time.sleep(0.1)
-        first, between = traced.scrape(), time.monotonic()
-        assert first.sum("sync_open_seconds", **labels) > 0
+
+        def while_open() -> lab.Scrape | None:
+            scrape = traced.scrape()
+            return scrape if scrape.sum("sync_open_seconds", **labels) > 0 else None
+
+        first, between = wait_for(while_open, what="the call"), time.monotonic()
         time.sleep(2.2)  # and then it is looked at whether it really is
         waited = time.monotonic() - between
         second = traced.scrape()
