@@ -55,14 +55,14 @@ def test_counts_equal_the_writers_and_the_disks(
     exporter: lab.Exporter, disk: Disk, io_cgroup: Cgroup
 ) -> None:
     limit(io_cgroup, disk, "write_bps", 1 << 40)
-    before = disk.stats()
+    before = disk.settled()
     sizes = {512: 33, 4096: 500, 65536: 100}
     for size, count in sizes.items():
         lab.run_in([io_cgroup], DIRECT_WRITER, disk.path, size, count, 0)
     lab.run_in([io_cgroup], DIRECT_READER, disk.path, 16384, 70, 0)
     lab.run_in([io_cgroup], "lab = os.open(arguments[0], os.O_WRONLY); os.fsync(lab)", disk.path)
     lab.sh("blkdiscard", "-f", "-o", "1M", "-l", "4M", disk.path)  # from another cgroup
-    truth = disk.stats() - before
+    truth = disk.settled() - before
     ours = counts(exporter.scrape(), io_cgroup, disk)
     assert ours == own_counts(io_cgroup, disk)
     assert ours["bytes", "write"] == sum(s * n for s, n in sizes.items()) == truth.written_bytes

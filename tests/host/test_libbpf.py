@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shutil
@@ -152,11 +151,8 @@ def test_programs_are_not_preempted() -> None:
     with closing(Kernel()) as kernel:
         control = kernel.arity("balance_dirty_pages", known=(8, 12)) == 8
     name = "throttled_control" if control else "throttled_values"
-    before = json.loads(lab.sh("bpftool", "-j", "prog", "show"))
-    with load(open_file("dirty_throttle"), [name], {}):
-        programs = json.loads(lab.sh("bpftool", "-j", "prog", "show"))
-        ours = {p["id"] for p in programs} - {p["id"] for p in before}
-        (number,) = (p["id"] for p in programs if p["id"] in ours and p["name"] == name)
+    with load(open_file("dirty_throttle"), [name], {}) as loaded:
+        number = loaded.programs[name].id
         code = lab.sh("bpftool", "prog", "dump", "xlated", "id", str(number))
     for what in ("disable", "enable"):
         assert code.count(f"bpf_preempt_{what}#") == int(there)
@@ -167,7 +163,7 @@ def test_ring_buffer() -> None:
     records: list[bytes] = []
     with load(open_file("cgroup_lifecycle"), LIFECYCLE, {"task_hierarchy": task.id}) as loaded:
         ring = RingBuffer(loaded.maps["cgroup_events"], records.append)
-        assert ring.consume() == 0
+        assert ring.consume() == len(records)  # of others' cgroups, if any
         name = f"wbx-ring-{os.getpid()}"
         with lab.cgroup(task, name) as group:
             wanted = group.id
