@@ -7,7 +7,6 @@ import asyncio
 import base64
 import json
 import subprocess
-import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +16,8 @@ from typing import Any
 
 from tornado.websocket import WebSocketClientConnection, websocket_connect
 
-_PATIENCE = 60.0
+from tests.waiting import PATIENCE_SECONDS, wait_for
+
 _PROBLEMS = ("Log.entryAdded", "Runtime.exceptionThrown", "Network.loadingFailed")
 
 
@@ -47,7 +47,7 @@ class Chromium:
     async def _open(
         self, url: str, expressions: tuple[str, ...], width: int, height: int, dark: bool
     ) -> Opened:
-        async with asyncio.timeout(_PATIENCE):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             socket = await websocket_connect(self.debugger, max_message_size=1 << 26)
             tab = _Tab(socket)
             for domain in ("Log", "Runtime", "Network", "Page"):
@@ -121,20 +121,21 @@ def chromium(profile: Path) -> Iterator[Chromium]:
     )
     with process:
         try:
-            with urllib.request.urlopen(f"{_devtools(profile)}/json/list", timeout=30) as response:
-                (tab,) = (tab for tab in json.load(response) if tab["type"] == "page")
-            yield Chromium(tab["webSocketDebuggerUrl"])
+            yield Chromium(wait_for(lambda: _debugger(profile), what="a tab of Chromium's"))
         finally:
             process.kill()
 
 
-def _devtools(profile: Path) -> str:
-    for _ in range(600):
-        try:
-            port, _, _ = (profile / "DevToolsActivePort").read_text().partition("\n")
-        except FileNotFoundError:
-            port = ""
-        if port:
-            return f"http://127.0.0.1:{port}"
-        time.sleep(0.1)
-    raise AssertionError("Chromium did not start")
+def _debugger(profile: Path) -> str | None:
+    """Of the one tab, which comes later than the server that tells of it."""
+    try:
+        port, _, _ = (profile / "DevToolsActivePort").read_text().partition("\n")
+    except FileNotFoundError:
+        return None
+    if not port:
+        return None
+    url = f"http://127.0.0.1:{port}/json/list"
+    with urllib.request.urlopen(url, timeout=PATIENCE_SECONDS) as response:
+        tabs = [tab["webSocketDebuggerUrl"] for tab in json.load(response) if tab["type"] == "page"]
+    assert len(tabs) <= 1
+    return tabs[0] if tabs else None

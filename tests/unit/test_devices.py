@@ -367,8 +367,11 @@ def test_a_disk_without_iostats(machine: Machine) -> None:
     assert devices.has_disk_without_iostats()
 
 
-def test_a_disk_whose_attributes_hang(machine: Machine) -> None:
+def test_a_disk_whose_attributes_hang(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """To open a pipe that nobody writes to hangs as reading an attribute of a dead disk does."""
+    # For those that answer, on a busy machine.
+    for limit, seconds in (("_PATIENCE_SECONDS", 2), ("_LONGEST_SECONDS", 60)):
+        monkeypatch.setattr(f"writeback_exporter.names.devices.{limit}", seconds)
     for index, name in enumerate(("sda", "sdb", "sdc")):
         machine.disk(name, f"8:{index * 16}", SCSI, queue__scheduler="[bfq] none")
     file = machine.sysfs / "block/sdb/queue/scheduler"
