@@ -45,8 +45,9 @@ def odd_cgroup() -> Iterator[Cgroup]:
 
 
 def test_a_throttled_writer(
-    exporter: lab.Exporter, disk: Disk, odd_cgroup: Cgroup, chromium: Chromium, tmp_path: Path
+    chromium: Chromium, exporter: lab.Exporter, disk: Disk, odd_cgroup: Cgroup, tmp_path: Path
 ) -> None:
+    """Chromium starts first: the page's average is over all the time since the exporter did."""
     with lab.ext4(disk, tmp_path) as mount, lab.strict_limit(disk, 65536):
         lab.run_in([odd_cgroup], BUFFERED_WRITER, mount / "file", 8 * MIB)
         lab.sh("sync", "-f", mount)
