@@ -128,6 +128,9 @@ class _Reader:
         """`headless`: some may be answers to HEAD, which are without the body they tell of."""
         while self._data:
             status = self._line(_STATUS_LINE)
+            if status[0] == b"HTTP/1.1 100 (Continue)":  # tornado's, to "Expect: 100-continue"
+                assert self._take(2) == b"\r\n"
+                continue
             assert status[2].decode() == HTTPStatus(int(status[1])).phrase
             headers: dict[bytes, bytes] = {}
             while not self._data.startswith(b"\r\n"):
@@ -245,12 +248,14 @@ def secure(
 
 
 ASKED = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
+EXPECTING = b"GET /metrics HTTP/1.1\r\nExpect: 100-continue\r\n\r\n"
 CHUNKED = b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n12345\r\n0\r\n\r\n"
 
 
 @given(_stream(), _CUTS)
 @example(ASKED * 3, [1, 1, 1])
 @example(CHUNKED + ASKED, [60])
+@example(EXPECTING + ASKED, [])
 @example(b"HEAD /metrics HTTP/1.1\r\n\r\n" + ASKED, [])
 def test_almost_requests(plain: Server, data: bytes, cuts: list[int]) -> None:
     with connect(plain) as client:
@@ -263,6 +268,7 @@ def test_almost_requests(plain: Server, data: bytes, cuts: list[int]) -> None:
 @given(_stream(), _CUTS)
 @example(ASKED * 3, [1, 1, 1])
 @example(CHUNKED + ASKED, [60])
+@example(EXPECTING + ASKED, [])
 def test_almost_requests_in_tls(
     secure: tuple[Server, ssl.SSLContext], data: bytes, cuts: list[int]
 ) -> None:
