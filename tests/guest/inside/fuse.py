@@ -55,7 +55,7 @@ class Served:
 
     def written(self) -> int:
         """How many bytes it was given; waits for its end, after umount."""
-        output, _ = self._process.communicate(timeout=60)
+        output, _ = self._process.communicate(timeout=180)
         return int(output)
 
 

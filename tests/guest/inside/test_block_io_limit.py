@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from tests import lab
-from tests.guest.inside.kernel import Call, Calls, dirty_limits
+from tests.guest.inside.kernel import NEVER, Call, Calls, dirty_limits, vm
 from tests.guest.inside.test_main_signals import FAST, MIB, SLOW
 from tests.lab import BUFFERED_WRITER, DIRECT_READER, DIRECT_WRITER, Cgroup, Disk, Scrape
-from tests.waiting import wait_for
+from tests.waiting import PATIENCE_SECONDS, wait_for
 from writeback_exporter.exporter import Exporter
 from writeback_exporter.metrics.exposition import negotiate, render
 from writeback_exporter.settings import Settings
@@ -177,8 +177,7 @@ def inner(above: Cgroup) -> Iterator[Cgroup]:
     try:
         yield group
     finally:
-        wait_for(lambda: not (group.directory / "cgroup.procs").read_text())
-        group.directory.rmdir()
+        wait_for(lambda: lab.removed(group.directory))
 
 
 def test_nested_limits_are_one_wait(exporter: Exporter) -> None:
@@ -219,7 +218,7 @@ def test_a_limit_that_is_lifted(exporter: Exporter) -> None:
             writer = lab.spawn_in([group], TIMED_WRITER, FAST.path, SIZE, 4, 0)
             wait_for(lambda: see(exporter).held == 1)
             io_max(group, wbps="max")
-            output, _ = writer.communicate(timeout=60)
+            output, _ = writer.communicate(timeout=PATIENCE_SECONDS)
         assert writer.returncode == 0
         seen = see(exporter)
         count, seconds = seen.waits("/lifted", "max")
@@ -230,13 +229,14 @@ def test_a_limit_that_is_lifted(exporter: Exporter) -> None:
 
 def test_a_cgroup_that_is_removed(exporter: Exporter, tmp_path: Path) -> None:
     """Its bios are held when its last task has gone, and the cgroup too."""
-    with lab.ext4(FAST, tmp_path) as mount:
-        with limited("removed", wbps=RATE // 4) as group, Calls(*THROTTLE) as calls:
+    with lab.ext4(FAST, tmp_path) as mount, vm(dirty_writeback_centisecs=str(NEVER)):
+        # What is held takes 8 s, in which it is to be seen and the cgroup removed.
+        with limited("removed", wbps=RATE // 16) as group, Calls(*THROTTLE) as calls:
             lab.run_in([group], BUFFERED_WRITER, mount / "file", MIB // 2)
             sync = lab.spawn_in([], "os.sync()")
             wait_for(lambda: see(exporter).held > 0)
             group.directory.rmdir()
-            sync.communicate(timeout=60)
+            sync.communicate(timeout=PATIENCE_SECONDS)
             group.directory.mkdir()  # for those who clean up
         seen = see(exporter)
         count, seconds = seen.waits("/removed", "max")

@@ -41,11 +41,11 @@ def shown(scrape: Scrape, metric: str, *names: str, **labels: str) -> dict[tuple
 def test_counts_equal_io_stat_the_writer_and_our_own_events(
     exporter: lab.Exporter, group: Cgroup
 ) -> None:
-    before, whole_before = FAST.stats(), exporter.scrape()
+    before, whole_before = FAST.settled(), exporter.scrape()
     for size, count in ((512, 20), (4096, 100), (65536, 30)):
         lab.run_in([group], DIRECT_WRITER, FAST.path, size, count, 0)
     lab.run_in([group], DIRECT_READER, FAST.path, 16384, 40, 0)
-    truth, own, scrape = FAST.stats() - before, io_stat(group, FAST), exporter.scrape()
+    truth, own, scrape = FAST.settled() - before, io_stat(group, FAST), exporter.scrape()
     disk = {"device": FAST.name}
     expected = {"read": (40, 40 * 16384), "write": (150, 20 * 512 + 100 * 4096 + 30 * 65536)}
     assert expected["read"] == (truth.reads, truth.read_bytes)
