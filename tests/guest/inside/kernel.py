@@ -6,13 +6,13 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar, cast
 
-from tests.lab import Exporter, Scrape, sh
+from tests.lab import BUFFERED_WRITER, Cgroup, Exporter, Scrape, run_in, sh
 
 TRACING = Path("/sys/kernel/tracing")
 PREEMPTS = int(os.uname().release.partition(".")[0]) >= 7
@@ -183,3 +183,21 @@ def vmstat(name: str) -> int:
         if line.startswith(f"{name} "):
             return int(line.split()[1])
     raise AssertionError(f"no {name} in /proc/vmstat")
+
+
+def write_until_throttled(
+    cgroups: Sequence[Cgroup],
+    file: Path,
+    size: int,
+    paused: Callable[[], float],
+    code: str = BUFFERED_WRITER,
+) -> int:
+    """Has tasks of these cgroups write so many bytes to a file, again and again, until they were
+    `paused` more than ten times; how many bytes that were. How often the same bytes are is the
+    machine's affair: the slower a writer, the fewer and longer its pauses, down to none."""
+    for rounds in range(1, 31):
+        run_in(cgroups, code, file, size)
+        if paused() > 10:
+            return rounds * size
+        sh("sync", file)  # none of it is dirty, and all of it is so again with the next round
+    raise AssertionError(f"paused {paused()} times only")
