@@ -8,7 +8,6 @@ import itertools
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from tests import lab
-from tests.lab import BUFFERED_WRITER, DIRECT_READER, DIRECT_WRITER, Disk
-from tests.waiting import wait_for
+from tests.lab import DIRECT_READER, DIRECT_WRITER, Disk
+from tests.waiting import PATIENCE_SECONDS, wait_for
 
 from . import fuse
-from .kernel import dirty_limits, ftrace
+from .kernel import dirty_limits, ftrace, pauses, write_until_throttled
 from .test_main_signals import FAST, MIB, SLOW, io_stat
 
 COLLECTORS = lab.only("block_io", "dirty_throttle", "devices")
@@ -96,11 +95,11 @@ def test_direct_io_through_device_mapper() -> None:
         mapped(SLOW, FAST) as volume,
         lab.cgroup(lab.hierarchies().io, "mapped") as group,
     ):
-        before = SLOW.stats(), FAST.stats()
+        before = SLOW.settled(), FAST.settled()
         for offset in (0, 64 * MIB):
             lab.run_in([group], DIRECT_WRITER, volume.path, 4096, 30, offset)
             lab.run_in([group], DIRECT_READER, volume.path, 4096, 20, offset)
-        slow, fast = SLOW.stats() - before[0], FAST.stats() - before[1]
+        slow, fast = SLOW.settled() - before[0], FAST.settled() - before[1]
         scrape = exporter.scrape()
         for disk, truth in ((SLOW, slow), (FAST, fast)):
             assert counted(scrape, disk, "write", "/mapped") == (30, 30 * 4096)
@@ -127,22 +126,20 @@ def test_a_writer_that_is_throttled_above_the_disk(tmp_path: Path) -> None:
         dirty_limits(MIB, 2 * MIB),
     ):
         with ftrace("writeback/balance_dirty_pages") as trace:
-            lab.run_in([group], BUFFERED_WRITER, mount / "file", 6 * MIB)
-        pauses = [int(pause) for pause in re.findall(r" pause=(-?\d+)", trace.read_text())]
+            size = write_until_throttled([group], mount / "file", 6 * MIB, lambda: pauses(trace))
         lab.sh("sync", "-f", mount)
         scrape = exporter.scrape()
         throttled = {
             (dict(series)["cgroup"], dict(series)["bdi"]): count
             for series, count in scrape.select("dirty_throttle_seconds_count").items()
         }
-        assert throttled == {("/above", volume.dev): sum(pause > 0 for pause in pauses)}
-        assert sum(throttled.values()) > 10
+        assert throttled == {("/above", volume.dev): pauses(trace)}
 
         joined = info(scrape, "bdi_info", bdi=volume.dev)
         assert (joined["device"], joined["mountpoint"]) == (volume.name, str(mount))
         assert scrape.values("device_disk_info", "disk", device=volume.name) == {SLOW.name}
         own = io_stat(group, SLOW)
-        assert own["wbytes"] >= 6 * MIB
+        assert own["wbytes"] >= size
         assert counted(scrape, SLOW, "write", "/above")[1] == own["wbytes"]
         assert not scrape.select("block_io_size_bytes_count", device=volume.name)
 
@@ -174,11 +171,16 @@ def test_buffered_io_to_a_mirror(tmp_path: Path) -> None:
         lab.cgroup(lab.hierarchies().io, "mirrored") as group,
         dirty_limits(MIB, 2 * MIB),
     ):
-        lab.run_in([group], BUFFERED_WRITER, mount / "file", 4 * MIB)
+        size = write_until_throttled(
+            [group],
+            mount / "file",
+            4 * MIB,
+            lambda: exporter.scrape().sum("dirty_throttle_seconds_count", cgroup="/mirrored"),
+        )
         lab.sh("sync", "-f", mount)
         scrape = exporter.scrape()
         for disk in (SLOW, FAST):
-            assert counted(scrape, disk, "write", "/mirrored")[1] >= 4 * MIB
+            assert counted(scrape, disk, "write", "/mirrored")[1] >= size
             own = io_stat(group, disk)["wbytes"]
             assert counted(scrape, disk, "write", "/mirrored")[1] == own
         throttled = scrape.values("dirty_throttle_seconds_count", "bdi", cgroup="/mirrored")
@@ -197,15 +199,17 @@ def test_a_fuse_file_system_that_is_slow(tmp_path: Path) -> None:
             status = directory.stat().st_dev
             bdi = f"{os.major(status)}:{os.minor(status)}"
             with ftrace("writeback/balance_dirty_pages") as trace:
-                lab.run_in([group], BUFFERED_WRITER, directory / "file", 8 * MIB)
+
+                def asked() -> int:
+                    found = re.findall(rf" bdi {bdi}: .* pause=(-?\d+)", trace.read_text())
+                    return sum(int(pause) > 0 for pause in found)
+
+                size = write_until_throttled([group], directory / "file", 8 * MIB, asked)
             lab.sh("sync", "-f", directory / "file")
-            lines = [line for line in trace.read_text().splitlines() if f"bdi {bdi}:" in line]
-            pauses = [int(pause) for line in lines for pause in re.findall(r" pause=(-?\d+)", line)]
             scrape = exporter.scrape()
             labels = {"cgroup": "/fuse", "bdi": bdi}
             throttles = scrape.sum("dirty_throttle_seconds_count", **labels)
-            assert throttles == sum(pause > 0 for pause in pauses)
-            assert throttles > 10
+            assert throttles == asked()
             domains = {
                 domain: scrape.sum("dirty_throttle_domain_total", bdi=bdi, domain=domain)
                 for domain in ("global", "bdi", "memcg")
@@ -216,7 +220,7 @@ def test_a_fuse_file_system_that_is_slow(tmp_path: Path) -> None:
             assert joined["mountpoint"] == str(directory)
             assert joined["device"] == ""
             lab.sh("umount", directory)
-            assert served.written() == 8 * MIB
+            assert served.written() == size
             assert not exporter.scrape().select("bdi_info", bdi=bdi)
 
 
@@ -237,17 +241,21 @@ def test_a_disk_whose_attributes_hang(tmp_path: Path) -> None:
         assert f"[{before['scheduler']}]" in available
         waiting = []
 
-        def start(code: str, *arguments: str) -> subprocess.Popen[bytes]:
-            command = [sys.executable, "-I", "-S", "-c", f"import os, sys; {code}", *arguments]
-            waiting.append(subprocess.Popen(command))
-            return waiting[-1]
+        def start(mode: str, call: str, *arguments: object) -> subprocess.Popen[str]:
+            """Returns when only the call is left: a process that starts waits for disks too."""
+            code = f"file = open(arguments[0], {mode!r}, 0); print('opened', flush=True); {call}"
+            process = lab.spawn_in([], code, *arguments)
+            waiting.append(process)
+            assert process.stdout
+            assert process.stdout.readline() == "opened\n"
+            return process
 
         with served.stopped():
-            flush = start("os.fsync(os.open(sys.argv[1], os.O_RDWR))", disk.path)
+            flush = start("r+b", "os.fsync(file.fileno())", disk.path)
             wait_for(lambda: sleeps(flush))
-            switch = start("open(sys.argv[1], 'w').write(sys.argv[2])", f"{queue}/scheduler", other)
+            switch = start("wb", "file.write(arguments[1].encode())", queue / "scheduler", other)
             wait_for(lambda: sleeps(switch))
-            reader = start("open(sys.argv[1]).read()", f"{queue}/scheduler")
+            reader = start("rb", "file.read()", queue / "scheduler")
             wait_for(lambda: reader.poll() is not None or sleeps(reader))
             with mapped(FAST) as volume:  # with a new disk all attributes are read again
                 for _ in range(2):
@@ -258,12 +266,13 @@ def test_a_disk_whose_attributes_hang(tmp_path: Path) -> None:
                     assert all(scrape.select("exporter_collector_success").values())
             hangs = reader.poll() is None
         for process in waiting:
-            assert process.wait(30) == 0
+            process.communicate(timeout=PATIENCE_SECONDS)
+            assert process.returncode == 0
         print(f"reading a queue's attribute {'hangs' if hangs else 'does not hang'} here")
         lab.sh("losetup", "--detach", disk.path)
 
 
-def sleeps(process: subprocess.Popen[bytes]) -> bool:
+def sleeps(process: subprocess.Popen[str]) -> bool:
     """Whether it waits and no signal ends that."""
     state = Path(f"/proc/{process.pid}/stat").read_text().rpartition(") ")[2]
     return state.startswith("D")
