@@ -5,6 +5,7 @@ kernel, and nothing is counted twice or not at all."""
 from __future__ import annotations
 
 import errno
+import gc
 import itertools
 import json
 import os
@@ -15,11 +16,13 @@ from pathlib import Path
 
 from tests import lab
 from tests.lab import DIRECT_WRITER
+from tests.waiting import PATIENCE_SECONDS
 from writeback_exporter.kernel.libbpf import BpfError, Object
 from writeback_exporter.kernel.loader import Kernel
 from writeback_exporter.probes.base import Probe
 
 from .kernel import NEVER, PREEMPTS, dirty_limits, missed, vm
+from .test_block_io import REQUESTS, missing
 from .test_dirty_throttle import throttle
 from .test_main_signals import FAST, MIB, SLOW
 
@@ -65,6 +68,12 @@ def left_since(before: dict[str, set[int]]) -> dict[str, set[int]]:
     return left
 
 
+def open_files() -> int:
+    """This process', without those of objects that wait for the garbage collector."""
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
 @contextmanager
 def load(directory: Path, group: lab.Cgroup) -> Iterator[None]:
     """Throttled writes, fsync and direct IO without a pause, none of which may fail."""
@@ -74,7 +83,7 @@ def load(directory: Path, group: lab.Cgroup) -> Iterator[None]:
             yield
         finally:
             (mount / "file.end").touch()
-            rounds, _ = task.communicate(timeout=60)
+            rounds, _ = task.communicate(timeout=PATIENCE_SECONDS)
         assert task.returncode == 0
         assert int(rounds) > 0
 
@@ -94,7 +103,7 @@ def detach_and_attach(probe: Probe, kernel: Kernel) -> None:
 
 
 def test_attached_and_detached_under_load(tmp_path: Path) -> None:
-    before, descriptors = bpf_in_kernel(), len(os.listdir("/proc/self/fd"))
+    before, descriptors = bpf_in_kernel(), open_files()
     with (
         lab.cgroup(lab.hierarchies().io, "load") as group,
         load(tmp_path, group),
@@ -109,11 +118,12 @@ def test_attached_and_detached_under_load(tmp_path: Path) -> None:
         assert all(ids - before[kind] for kind, ids in bpf_in_kernel().items())
         assert lab.scrape(exporter).sum("block_io_size_bytes_count", device=SLOW.name) > 0
     assert left_since(before) == {"prog": set(), "map": set(), "link": set()}
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert open_files() == descriptors
 
 
 def test_two_exporters(tmp_path: Path) -> None:
     """Each counts all, and the one goes on when the other has gone."""
+    lab.sh("sync")
     before, slept, disk = bpf_in_kernel(), 0, FAST.settled()
     collectors = lab.only("dirty_throttle", "block_io", "work")
 
@@ -129,17 +139,19 @@ def test_two_exporters(tmp_path: Path) -> None:
         counted = scrape.sum("dirty_throttle_seconds_count")
         assert slept - missed(scrape, "dirty_throttle/") <= counted <= slept
         io = {"device": FAST.name, "op": "write"}
-        assert scrape.sum("block_io_size_bytes_count", **io) == writes
-        assert scrape.sum("block_io_size_bytes_sum", **io) == written
-        assert not any(scrape.select("exporter_map_dropped_total").values())
-        counts = scrape.select("exporter_program_missed_total")
-        programs = {dict(series)["program"] for series, count in counts.items() if count}
-        assert programs <= ({"dirty_throttle/throttled_control"} if PREEMPTS else set())
+        ours = (
+            scrape.sum("block_io_size_bytes_count", **io),
+            scrape.sum("block_io_size_bytes_sum", **io),
+        )
+        assert missing(ours, (writes, written)) <= missed(scrape, *REQUESTS)
+        # A request whose end was not shown.
+        assert scrape.sum("exporter_map_dropped_total") <= missed(scrape, *REQUESTS)
+        # Two writers, flushers and a journal preempt one another, in twice as many programs.
+        assert PREEMPTS or not any(scrape.select("exporter_program_missed_total").values())
 
     def works(scrape: lab.Scrape) -> dict[tuple[tuple[str, str], ...], float]:
         return scrape.select("work_seconds_count", bdi=SLOW.dev)
 
-    lab.sh("sync")
     # No flusher is at work while one of the two has not begun, or was asked already.
     with vm(dirty_writeback_centisecs=str(NEVER)), lab.Exporter(*collectors) as first:
         with lab.Exporter(*collectors) as second:
@@ -147,7 +159,11 @@ def test_two_exporters(tmp_path: Path) -> None:
             scrapes = first.scrape(), second.scrape()
             for scrape in scrapes:
                 check(scrape, *truth)
-            assert works(scrapes[0]) == works(scrapes[1]) != {}
+            ours, theirs = map(works, scrapes)
+            lost = sum(missed(scrape, "work/") for scrape in scrapes)
+            assert ours
+            for series in ours.keys() | theirs.keys():
+                assert abs(ours.get(series, 0) - theirs.get(series, 0)) <= lost
             assert second.stop() == 0
         truth = busy()
         check(first.scrape(), *truth)
