@@ -17,7 +17,7 @@ import pytest
 
 from tests import lab
 from tests.lab import DIRECT_WRITER, TWO_CAPABILITIES, Disk
-from tests.waiting import wait_for
+from tests.waiting import PATIENCE_SECONDS, wait_for
 
 from .test_block_io import scsi_disk
 from .test_failures import LOCKED_MEMORY
@@ -33,6 +33,21 @@ def successes(scrape: lab.Scrape) -> set[float]:
 def writes(scrape: lab.Scrape, group: lab.Cgroup, disk: Disk) -> float:
     labels = {"cgroup": group.label, "device": disk.name, "op": "write"}
     return scrape.sum("block_io_size_bytes_count", **labels)
+
+
+def connected(exporter: lab.Exporter) -> http.client.HTTPConnection:
+    """A connection of its own, kept from scrape to scrape as Prometheus does."""
+    return http.client.HTTPConnection(
+        exporter.url.removeprefix("http://"), timeout=PATIENCE_SECONDS
+    )
+
+
+def scraped(client: http.client.HTTPConnection) -> lab.Scrape:
+    """As Prometheus does, which says how long it waits: as long as the exporter heeds."""
+    client.request("GET", "/metrics", headers={"X-Prometheus-Scrape-Timeout-Seconds": "60"})
+    answer = client.getresponse()
+    assert answer.status == 200
+    return lab.Scrape(answer.read().decode())
 
 
 # The clock ----------------------------------------------------------------------------------------
@@ -66,7 +81,7 @@ def test_clock_that_is_stepped(hours: int) -> None:
             during = exporter.scrape()
             page = exporter.get("/")
             wait_for(lambda: writer.poll() is not None, what="the writer's end")
-        writer.communicate(timeout=60)
+        writer.communicate(timeout=PATIENCE_SECONDS)
         assert writer.returncode == 0
         after = exporter.scrape()
         elapsed = time.monotonic() - begin
@@ -187,7 +202,7 @@ def test_memory_that_runs_out() -> None:
         assert scrape.sum("cgroup_memory_bytes", cgroup=hog.label) == pytest.approx(used, rel=0.1)
         assert used > 200 * MIB
         Path("/proc/sysrq-trigger").write_text("f")
-        process.communicate(timeout=60)
+        process.communicate(timeout=PATIENCE_SECONDS)
         assert process.returncode == -9
         lab.run_in([writer], DIRECT_WRITER, FAST.path, 4096, 7, 0)
         scrape = exporter.scrape()
@@ -208,13 +223,17 @@ def test_exporter_at_its_memory_limit() -> None:
     with lab.cgroup(hierarchy, "small") as small:
         join = ("sh", "-c", f'echo 0 >{small.directory}/cgroup.procs && exec "$@"', "sh")
         with lab.Exporter(*lab.only("block_io", "pressure", "devices"), prefix=join) as exporter:
+            client = connected(exporter)
+            assert successes(scraped(client)) == {1}
             used = int((small.directory / "memory.current").read_text())
-            (small.directory / "memory.high").write_text(str(used // 2))
+            # Not much less: how long it sleeps at each step grows with the square of what is above.
+            (small.directory / "memory.high").write_text(str(used * 7 // 8))
             for _ in range(3):
-                assert successes(exporter.scrape()) == {1}
+                assert successes(scraped(client)) == {1}
             events = (small.directory / "memory.events").read_text().split()
             assert int(events[events.index("high") + 1]) > 0, "it was never held back"
             (small.directory / "memory.high").write_text("max")
+            client.close()
             assert exporter.stop() == 0
 
 
@@ -230,20 +249,13 @@ def test_files_that_run_out_on_the_machine() -> None:
     collectors = lab.only("block_io", "pressure", "cgroup_memory", "devices", "workload")
     before = FILE_MAX.read_text()
     with lab.Exporter(*collectors, prefix=prefix) as exporter:
-        client = http.client.HTTPConnection(exporter.url.removeprefix("http://"), timeout=60)
-
-        def scrape() -> lab.Scrape:
-            client.request("GET", "/metrics")  # Prometheus keeps its connection, too
-            answer = client.getresponse()
-            assert answer.status == 200
-            return lab.Scrape(answer.read().decode())
-
-        assert successes(scrape()) == {1}
+        client = connected(exporter)
+        assert successes(scraped(client)) == {1}
         try:
             FILE_MAX.write_text("1")
-            during = scrape()
+            during = scraped(client)
             # A new connection has to wait, and is neither refused nor forgotten.
-            waiting = http.client.HTTPConnection(client.host, client.port, timeout=60)
+            waiting = connected(exporter)
             waiting.request("GET", "/-/healthy")
             time.sleep(0.5)
         finally:
@@ -258,7 +270,7 @@ def test_files_that_run_out_on_the_machine() -> None:
         assert failed == {"pressure", "cgroup_memory", "devices"}
         assert not during.select("pressure_waiting_seconds_total")
         assert not during.select("cgroup_memory_bytes")
-        assert successes(scrape()) == {1}
+        assert successes(scraped(client)) == {1}
         client.close()
         assert exporter.stop() == 0
     for name in failed:
@@ -310,7 +322,7 @@ def test_a_disk_that_is_pulled_out() -> None:
         writer = lab.spawn_in([group], ENDLESS, disk.path, 4096, 0, 0)
         wait_for(lambda: writes(exporter.scrape(), group, disk) > 5, what="IO")
         Path("/sys/block", disk.name, "device/delete").write_text("1")
-        writer.communicate(timeout=60)
+        writer.communicate(timeout=PATIENCE_SECONDS)
         assert writer.returncode != 0  # its write failed
         scrape = exporter.scrape()
         assert successes(scrape) == {1}
