@@ -40,6 +40,7 @@ class Ring:
         if shared:
             params[2] |= ATTACH_WQ
             params[6] = shared.fd
+        self.polled = bool(flags & SQPOLL)
         self.fd = libc.syscall(SETUP, ENTRIES, params)
         assert self.fd >= 0, os.strerror(ctypes.get_errno())
         protection = mmap.PROT_READ | mmap.PROT_WRITE
@@ -70,8 +71,21 @@ for kind in arguments[0].split(","):
     elif kind == "attached":
         rings.append(Ring(SQPOLL, shared=rings[0]))
 fds = [ring.fd for ring in rings] + [os.dup(rings[0].fd)]
+
+
+def worked(ring):
+    # Whether the kernel says that the ring's thread has, or has no such count (6.9); it says
+    # nothing while the ring is in use.
+    while ring.head.value != ring.tail.value:
+        time.sleep(0.001)
+    with open(f"/proc/self/fdinfo/{ring.fd}") as fdinfo:
+        fields = dict(line.split(":", 1) for line in fdinfo if line.startswith("Sq"))
+    return int(fields.get("SqThread", -1)) > 0 and int(fields.get("SqWorkTime", 1)) > 0
+
+
 end = time.monotonic() + float(arguments[1])
-while time.monotonic() < end:
+polled = [ring for ring in rings if ring.polled]
+while time.monotonic() < end or not all(map(worked, polled)):
     for ring in rings:
         ring.work()
 print(json.dumps(fds), flush=True)
@@ -105,17 +119,25 @@ class Rings:
         return {key: int(number) for key, number in found}
 
     def at_rest(self, fd: int) -> Times:
-        """The thread's times, once it sleeps and they stand still."""
+        """The thread's times, once it sleeps and they stand still. It never sleeps at work, for
+        it reads zeros; when it does not run it may as well have no CPU."""
         last = None
         for _ in range(200):
             fields = self.fields(fd)
             if "SqTotalTime" in fields and fields["SqThread"] > 0:
                 now = Times(fields["SqTotalTime"], fields["SqWorkTime"])
-                if now == last:
+                if not self._sleeps(fields["SqThread"]):
+                    last = None
+                elif now == last:
                     return now
-                last = now
+                else:
+                    last = now
             time.sleep(0.1)
         raise AssertionError("the SQPOLL thread does not come to rest")
+
+    def _sleeps(self, thread: int) -> bool:
+        stat = Path(f"/proc/{self.process.pid}/task/{thread}/stat").read_text()
+        return stat.rpartition(") ")[2].startswith("S")
 
     def thread_ns(self, fd: int) -> int:
         """CPU time of the ring's thread, as the scheduler has it."""
