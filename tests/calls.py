@@ -64,24 +64,36 @@ for name, (good, bad) in calls.items():
 
 HANGING = """
 import time
-fd = os.open(arguments[0], os.O_WRONLY)
+device, go = arguments
+fd = os.open(device, os.O_WRONLY)
 for _ in range(2):
     os.write(fd, bytes(65536))
     print("calls", flush=True)
     os.fsync(fd)
     print("returned", flush=True)
-    time.sleep(float(arguments[1]))
+    while not os.path.exists(go):
+        time.sleep(0.01)
 """
-"""Writes to a device and calls fsync, twice; in between, and at the end, it sleeps."""
+"""Writes to a device and calls fsync, and once more when there is a file of that name."""
+
+
+@contextmanager
+def frozen(mount: Path) -> Iterator[Callable[[], None]]:
+    """Freezes a file system, so that writes to loop devices over its files wait, until the function
+    is called."""
+    lab.sh("fsfreeze", "-f", mount)
+    with ExitStack() as thaw:
+        thaw.callback(lab.sh, "fsfreeze", "-u", mount)
+        yield thaw.close
 
 
 @contextmanager
 def stuck_disk(disk: Disk, directory: Path) -> Iterator[tuple[Disk, Callable[[], None]]]:
-    """A loop device whose writes wait, as its file's file system (on `disk`) is frozen, until the
-    function is called."""
-    with lab.ext4(disk, directory) as mount, lab.loop_disk(mount, 4 << 20) as stuck:
-        thaw = ExitStack()
-        lab.sh("fsfreeze", "-f", mount)
-        thaw.callback(lab.sh, "fsfreeze", "-u", mount)
-        with thaw:
-            yield stuck, thaw.close
+    """A loop device over a file on `disk` whose writes wait until the function is called. Comes
+    after a caller's cgroup, for nobody who waits for it ends before it is released."""
+    with (
+        lab.ext4(disk, directory) as mount,
+        lab.loop_disk(mount, 4 << 20) as stuck,
+        frozen(mount) as release,
+    ):
+        yield stuck, release

@@ -8,7 +8,6 @@ import os
 import platform
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -192,19 +191,22 @@ def test_all_works_without(root: bool, tmp_path: Path) -> None:
     flags = lab.only("block_io", "sync", "pressure", "cgroup_memory", "devices", "io_uring", "bdi")
     io = lab.hierarchies().io
     with (
-        stuck_disk(FAST, tmp_path) as (stuck, release),
         lab.Exporter(*flags, prefix=() if root else user(*names(PROGRAMS))) as exporter,
         lab.cgroup(io, "late") as late,
+        stuck_disk(FAST, tmp_path) as (stuck, release),
     ):
         first = exporter.scrape()
         rights = kept(exporter)
         assert rights == MAPS | (set(RINGS.capabilities) if root else set())
-        process = lab.spawn_in([late], HANGING, stuck.path, 60)
+        process = lab.spawn_in([late], HANGING, stuck.path, tmp_path / "go")
         assert process.stdout is not None
         assert process.stdout.readline() == "calls\n"
-        time.sleep(3)
+
+        def is_open_long() -> bool:
+            return exporter.scrape().sum("sync_open_seconds", cgroup="/late", call="fsync") > 2
+
         # Older than 2 s: a BPF program is run to see whether it is true (BPF_PROG_TEST_RUN).
-        assert exporter.scrape().sum("sync_open_seconds", cgroup="/late", call="fsync") > 2
+        wait_for(is_open_long, what="an open call")
         programs = exporter.scrape().values("exporter_program_runs_total", "program")
         assert not [name for name in programs if "insert" in name]
         with SLOW.queue(iostats="0", scheduler="none"):

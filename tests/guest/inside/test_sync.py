@@ -14,6 +14,7 @@ import pytest
 
 from tests import lab
 from tests.calls import COUNTS, ERRORS, HANGING, SYNC_CALLS, stuck_disk
+from tests.waiting import PATIENCE_SECONDS, wait_for
 from writeback_exporter.collector import Host
 from writeback_exporter.kernel.libbpf import Object
 from writeback_exporter.kernel.loader import Kernel
@@ -22,7 +23,7 @@ from writeback_exporter.names.cgroups import Cgroups
 from writeback_exporter.names.devices import Devices
 from writeback_exporter.probes.sync import Sync
 
-from .test_main_signals import FAST, SLOW
+from .test_main_signals import FAST
 
 OPEN, COUNT, SUM = "sync_open_seconds", "sync_seconds_count", "sync_seconds_sum"
 
@@ -93,26 +94,19 @@ def test_calls_of_32_bit_programs(tmp_path: Path) -> None:
         }
 
 
-BIG_FSYNC = """
-import time
-fd = os.open(arguments[0], os.O_WRONLY)
-for _ in range(int(arguments[1])):
-    os.write(fd, bytes(1 << 20))
-print("calls", flush=True)
-os.fsync(fd)
-print("returned", flush=True)
-"""
-
-
-def test_killed_in_a_call_of_a_slow_disk() -> None:
-    """20 MiB at 4 MiB/s. The kernel lets nobody die before the pages are written, so the call does
-    return, in the kernel, and its end is seen."""
+def test_killed_in_a_call_of_a_stuck_disk(tmp_path: Path) -> None:
+    """The kernel lets nobody die before the pages are written, so the call does return, in the
+    kernel, and its end is seen."""
     labels = {"cgroup": "/killed", "call": "fsync"}
-    with exporter_of_calls() as exporter, lab.cgroup(lab.hierarchies().task, "killed") as group:
-        process = lab.spawn_in([group], BIG_FSYNC, SLOW.path, 20)
+    with (
+        exporter_of_calls() as exporter,
+        lab.cgroup(lab.hierarchies().task, "killed") as group,
+        stuck_disk(FAST, tmp_path) as (stuck, release),
+    ):
+        process = lab.spawn_in([group], HANGING, stuck.path, tmp_path / "go")
         assert process.stdout is not None
         assert process.stdout.readline() == "calls\n"
-        time.sleep(0.5)
+        wait_for(lambda: exporter.scrape().sum(OPEN, **labels) > 0, what="the call")
         first, between = exporter.scrape(), time.monotonic()
         assert first.sum(OPEN, **labels) > 0
         assert not first.select(COUNT, **labels)
@@ -121,7 +115,9 @@ def test_killed_in_a_call_of_a_slow_disk() -> None:
         waited = time.monotonic() - between
         second = exporter.scrape()
         assert second.sum(OPEN, **labels) - first.sum(OPEN, **labels) >= waited
-        output, _ = process.communicate(timeout=60)
+        assert process.poll() is None
+        release()
+        output, _ = process.communicate(timeout=PATIENCE_SECONDS)
         assert (output, process.returncode) == ("", -signal.SIGKILL)
         scrape = exporter.scrape()
         assert scrape.sum(OPEN, **labels) == 0
@@ -135,16 +131,17 @@ def test_an_end_that_is_not_shown(tmp_path: Path) -> None:
     """When another exporter detaches, the kernel replaces the functions' trampolines, and a call
     that is open then ends without its fexit programs. It is not open for ever all the same."""
     labels = {"cgroup": "/hidden", "call": "fsync"}
+    go = tmp_path / "go"
     with (
-        stuck_disk(FAST, tmp_path) as (stuck, release),
         exporter_of_calls() as exporter,
         lab.cgroup(lab.hierarchies().task, "hidden") as group,
+        stuck_disk(FAST, tmp_path) as (stuck, release),
     ):
         with exporter_of_calls():
-            process = lab.spawn_in([group], HANGING, stuck.path, 3)
+            process = lab.spawn_in([group], HANGING, stuck.path, go)
             assert process.stdout is not None
             assert process.stdout.readline() == "calls\n"
-        assert exporter.scrape().sum(OPEN, **labels) > 0
+            wait_for(lambda: exporter.scrape().sum(OPEN, **labels) > 0, what="the call")
         time.sleep(2)
         # It is looked at by now, and found to be open.
         assert exporter.scrape().sum(OPEN, **labels) > 2
@@ -156,8 +153,9 @@ def test_an_end_that_is_not_shown(tmp_path: Path) -> None:
         assert scrape.sum(OPEN, **labels) == 0
         assert scrape.sum(COUNT, **labels) + lost == 1
         # The same thread's next call is counted.
-        assert process.stdout.readline() == "calls\n"
-        assert process.stdout.readline() == "returned\n"
+        go.touch()
+        output, _ = process.communicate(timeout=PATIENCE_SECONDS)
+        assert output == "calls\nreturned\n"
         scrape = exporter.scrape()
         assert scrape.sum(COUNT, **labels) + lost == 2
         assert scrape.sum("exporter_map_dropped_total", map="sync/open_calls") == lost
