@@ -155,7 +155,7 @@ def run(
     disks: Sequence[Disk] = DISKS,
     memory: int = 1 << 30,
     cpus: int = CPUS,
-    timeout: float = 300,
+    timeout: float = 900,
     append: str = "",
     modules: Sequence[str] = (),
     count_instructions: bool = False,
@@ -249,9 +249,12 @@ def _boot_arguments(
     machine: Machine, kernel: kernels.Kernel, initrd: Path, append: str
 ) -> list[str]:
     # loglevel=5 shows warnings; more costs boot time, for the serial port is emulated as well.
-    # panic=-1 restarts at once, which -no-reboot makes the end.
+    # panic=-1 restarts at once, which -no-reboot makes the end. Where the host lets the guest wait
+    # for half a minute, the guest's kernel is not to complain of a CPU or a task that is stuck.
     line = (
         f"console={machine.console} loglevel=5 log_buf_len=4M panic=-1 "
+        "rcupdate.rcu_cpu_stall_timeout=300 watchdog_thresh=60 "
+        "sysctl.kernel.hung_task_timeout_secs=600 "
         f"lsm=landlock,lockdown,yama,bpf {MARKER}={kernel.release} {append}"
     )
     return ["-kernel", str(kernel.vmlinuz), "-initrd", str(initrd), "-append", line]
@@ -388,10 +391,11 @@ def _wait(
 ) -> str:
     """Wait until QEMU ended, or ought to: the reason, or "" where it ended by itself."""
     while qemu.poll() is None:
-        if virtiofsd.poll() is not None:
-            # It ends when QEMU does. A guest without it would hang until the timeout.
+        # It ends when QEMU does, with 0, and QEMU itself may take a while yet where ten processes
+        # want a CPU. A guest whose virtiofsd failed would hang until the timeout.
+        if virtiofsd.poll():
             try:
-                qemu.wait(5)  # 1 s is too little where ten processes want a CPU
+                qemu.wait(5)  # for the case that QEMU failed first
             except subprocess.TimeoutExpired:
                 return f"virtiofsd stopped with {virtiofsd.returncode}"
         if stop and stop.is_set():
