@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests import lab
-from tests.lab import BUFFERED_WRITER
+from tests.waiting import PATIENCE_SECONDS, wait_for
 
 from .kernel import dirty_limits, ftrace, missed, pauses
 from .test_main_signals import FAST, MIB, SLOW
@@ -30,6 +30,14 @@ while not os.path.exists(stop):
     calls += 1
     time.sleep(0.01)
 print(calls)
+"""
+WRITES = """
+path, stop = arguments
+fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+calls = 0
+while not os.path.exists(stop):
+    os.pwrite(fd, bytes(65536), 65536 * (calls % 384))
+    calls += 1
 """
 
 
@@ -60,7 +68,7 @@ def test_kills_while_tasks_call_fsync_and_are_throttled(tmp_path: Path) -> None:
         stop = tmp_path / "stop"
         with ftrace("writeback/balance_dirty_pages") as trace:
             caller = lab.spawn_in([syncs], ROUNDS, calm / "file", stop)
-            writer = lab.spawn_in([throttled], BUFFERED_WRITER, busy / "file", 24 * MIB)
+            writer = lab.spawn_in([throttled], WRITES, busy / "file", stop)
             for _ in range(KILLS):
                 with lab.Exporter(*flags) as running:
                     log = "".join(running.log)
@@ -68,10 +76,11 @@ def test_kills_while_tasks_call_fsync_and_are_throttled(tmp_path: Path) -> None:
                     assert "anew" not in log
                     time.sleep(0.3)
                     running.kill()
-            writer.communicate(timeout=120)
-            assert writer.returncode == 0
+            wait_for(lambda: pauses(trace) > 20, what="more than 20 pauses")
             stop.touch()
-            calls = int(caller.communicate(timeout=60)[0])
+            writer.communicate(timeout=PATIENCE_SECONDS)
+            assert writer.returncode == 0
+            calls = int(caller.communicate(timeout=PATIENCE_SECONDS)[0])
             demanded = pauses(trace)
         lab.sh("sync")
         truth = FAST.settled() - before
