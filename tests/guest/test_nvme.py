@@ -18,14 +18,15 @@ from . import kernels, vm
 # tells, for controllers are numbered as they come.
 HEAD, PLAIN = 16 << 20, 8 << 20
 WRITE_AND_SCRAPE = f"""
-import json, pathlib, time
+import json, pathlib
 from tests import lab
-for _ in range(100):
-    found = {{int(size.read_text()) * 512: size.parent.name
-             for size in pathlib.Path("/sys/block").glob("nvme?n1/size")}}
-    if {{{HEAD}, {PLAIN}}} <= found.keys():
-        break
-    time.sleep(0.1)
+from tests.waiting import wait_for
+block = pathlib.Path("/sys/block")
+def disks():
+    found = {{int(size.read_text()) * 512: size.parent.name for size in block.glob("nvme?n1/size")}}
+    paths = [*block.glob("nvme*c*n1")]
+    return found if {{{HEAD}, {PLAIN}}} <= found.keys() and len(paths) == 2 else None
+found = wait_for(disks, what="the disks")
 head, plain = (lab.Disk("/dev/" + found[size]) for size in ({HEAD}, {PLAIN}))
 with lab.Exporter() as exporter, lab.cgroup(lab.hierarchies().io, "nvme") as group:
     before = plain.settled()
