@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from tests import lab
 from tests.host.test_pressure import exported, in_files
 from tests.lab import DIRECT_WRITER
 from tests.psi import CONTENTION, totals
+from tests.waiting import wait_for
 
 from .test_main_signals import MIB, SLOW
 
@@ -21,6 +23,18 @@ block = bytearray(int(arguments[0]))
 block[::4096] = bytes(len(range(0, len(block), 4096)))
 """
 """Touches so many bytes."""
+
+
+def scrape_still(exporter: lab.Exporter, *cgroups: lab.Cgroup) -> lab.Scrape:
+    """One of the time after their pressure: a task that has ended may be queued a little longer."""
+
+    def stand_still() -> bool:
+        before = [in_files(cgroup) for cgroup in cgroups]
+        time.sleep(0.05)
+        return [in_files(cgroup) for cgroup in cgroups] == before
+
+    wait_for(stand_still, what="the end of the pressure")
+    return exporter.scrape()
 
 
 def assert_files(scrape: lab.Scrape, cgroup: lab.Cgroup) -> dict[tuple[str, str], int]:
@@ -41,8 +55,8 @@ def test_totals_of_each_resource() -> None:
         lab.run_in([cpu], CONTENTION, 0.3)
         lab.run_in([io], DIRECT_WRITER, SLOW.path, MIB, 3, 0)
         (memory.directory / "memory.high").write_text(str(8 * MIB))
-        lab.run_in([memory], MEMORY_EATER, 14 * MIB)
-        scrape = exporter.scrape()
+        lab.run_in([memory], MEMORY_EATER, 9 * MIB)
+        scrape = scrape_still(exporter, cpu, io, memory)
         assert assert_files(scrape, cpu)["cpu", "some"] > 0
         assert assert_files(scrape, io)["io", "some"] > 0
         assert assert_files(scrape, memory)["memory", "some"] > 0
@@ -65,7 +79,7 @@ def test_a_cgroup_whose_pressure_is_switched_off() -> None:
         if not switch.exists():
             pytest.skip("this kernel has no cgroup.pressure (6.1)")
         lab.run_in([off], CONTENTION, 0.3)
-        before = assert_files(exporter.scrape(), off)
+        before = assert_files(scrape_still(exporter, off), off)
         switch.write_text("0")
         scrape = exporter.scrape()
         assert exported(scrape, off.label) == {}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests import lab
 from tests.lab import DIRECT_WRITER
-from tests.psi import CONTENTION, WITHOUT_SYS_RESOURCE, witness
+from tests.psi import CONTENTION, WITHOUT_SYS_RESOURCE, totals, witness
 from tests.waiting import wait_for
 
 from .test_main_signals import MIB, SLOW
@@ -49,12 +49,21 @@ def kernel_takes(trigger: bytes) -> bool:
     return True
 
 
+def is_quiet() -> bool:
+    """Whether no task waits for IO for a while that is longer than a window of a second."""
+    before = totals(IO)
+    time.sleep(1.5)
+    return totals(IO) == before
+
+
 def test_a_slow_disk() -> None:
     """The host's trigger fires while a task waits for it, as often as another one."""
     with (
         lab.Exporter(*FLAGS, "--pressure.trigger=io some 50ms/1s") as exporter,
         witness(IO, "some 50000 1000000") as seen,
     ):
+        # The kernel then stops looking, and begins both their windows anew with what comes.
+        wait_for(is_quiet, what="an end of the IO")
         assert count(exporter, "/") == 0
         with lab.cgroup(lab.hierarchies().io, "waits") as cgroup:
             lab.run_in([cgroup], DIRECT_WRITER, SLOW.path, MIB, 14, 0)
@@ -67,6 +76,11 @@ def test_a_slow_disk() -> None:
 def test_a_cgroup_that_came_later() -> None:
     """It is armed without a scrape, survives its end, and goes on under its name."""
     hierarchy = lab.hierarchies().task
+
+    def is_open() -> bool:
+        links = Path(f"/proc/{exporter.process.pid}/fd").iterdir()
+        return any(os.path.realpath(link).endswith("/later/cpu.pressure") for link in links)
+
     with lab.Exporter(
         *FLAGS,
         "--pressure.trigger=cpu some 50ms/1s",
@@ -76,10 +90,10 @@ def test_a_cgroup_that_came_later() -> None:
         counts = []
         for _ in range(2):
             with lab.cgroup(hierarchy, "later") as later:
-                time.sleep(1.5)
+                wait_for(is_open, what="another trigger")
                 with witness(later.directory / "cpu.pressure", "some 50000 1000000") as seen:
                     lab.run_in([later], CONTENTION, 1.5)
-                    time.sleep(1)
+                    time.sleep(2.5)  # an event may wait for its window's end
                 counts.append(count(exporter, later.label))
                 # Of the first cgroup's kernel threads the second one knows nothing.
                 assert counts[-1] - sum(counts[-2:-1]) == seen.events > 0
