@@ -28,13 +28,17 @@ MIB = 1 << 20
 FAST = Disk("/dev/vdb")
 FSYNC = """
 import time
-path, size = arguments[0], int(arguments[1])
+path, count = arguments[0], int(arguments[1])
 fd = os.open(path, os.O_WRONLY)
-os.write(fd, b"x" * size)
-begin = time.monotonic()
-os.fsync(fd)
-print(time.monotonic() - begin)
+seconds = 0
+for _ in range(count):
+    os.write(fd, bytes(65536))
+    begin = time.monotonic()
+    os.fsync(fd)
+    seconds += time.monotonic() - begin
+print(seconds)
 """
+"""Each call has little to send, for it is the end of that which it is to wait for."""
 
 
 def event() -> str:
@@ -56,8 +60,6 @@ def test_a_task_that_calls_fsync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         lab.cgroup(lab.hierarchies().task, "waits") as group,
         lab.ext4(FAST, tmp_path) as mount,
         lab.loop_disk(mount, 4 * MIB) as disk,
-        # Small requests, so that it waits for more than one once the disk goes on.
-        disk.queue(max_sectors_kb="64"),
         frozen(mount) as release,
         exporter_in_process("page_wait") as exporter,
     ):
@@ -68,7 +70,7 @@ def test_a_task_that_calls_fsync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             def waiting() -> list[str]:
                 return re.findall(r"-(\d+) +\[\d+\] .*_writeback: ", trace.read_text())
 
-            process = lab.spawn_in([group], FSYNC, disk.path, 2 * MIB)
+            process = lab.spawn_in([group], FSYNC, disk.path, 20)
             pid = str(process.pid)
             wait_for(lambda: pid in waiting(), what="a wait")
             begin = time.monotonic()
@@ -81,6 +83,7 @@ def test_a_task_that_calls_fsync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (probe,) = (p for p in exporter.running if isinstance(p, page_wait.PageWait))
         left, _ = probe.map("page_waiters").dump()
 
+    print(f"{tasks.count(pid)} waits")
     assert tasks.count(pid) > 0
     waited = scrape.sum("page_wait_seconds_sum", cgroup="/waits")
     assert at_least <= waited <= float(output)
