@@ -82,7 +82,7 @@ def test_an_open_call_and_its_end(
         pytest.skip(FENTRY)
     labels = {"cgroup": task_cgroup.label, "call": "fsync"}
     with lab.loop_disk(tmp_path) as disk, stuck_disk(disk, tmp_path) as (stuck, release):
-        process = lab.spawn_in([task_cgroup], HANGING, stuck.path, 60)
+        process = lab.spawn_in([task_cgroup], HANGING, stuck.path, tmp_path / "go")
         assert process.stdout is not None
         assert process.stdout.readline() == "calls\n"
 
