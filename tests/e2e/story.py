@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests import lab
+from tests.calls import frozen
 from tests.e2e.stack import Stack, stack
 from tests.sqpoll import rings
 from tests.waiting import wait_for
@@ -90,15 +91,6 @@ class Story:
     """Alerts that Alertmanager held back while it paged."""
     relieved: float
     resolved: float
-
-
-@contextmanager
-def frozen(mount: Path) -> Iterator[None]:
-    lab.sh("fsfreeze", "--freeze", mount)
-    try:
-        yield
-    finally:
-        lab.sh("fsfreeze", "--unfreeze", mount)
 
 
 @contextmanager

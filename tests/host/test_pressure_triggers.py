@@ -101,7 +101,7 @@ def test_cgroups_come_and_go(cgroup: lab.Cgroup) -> None:
             wait_for(lambda: "cpu.pressure" in kept(exporter, "child"), what="a trigger")
             wait_for(lambda: armed(exporter) == 2)
             lab.run_in([child], CONTENTION, 4.5)
-            wait_for(lambda: _removed(child))
+            wait_for(lambda: lab.removed(child.directory))
             wait_for(lambda: armed(exporter) == 1)
             counts.append(sum(events(exporter, child).values()))
             assert sum(events(exporter, child).values()) == counts[-1]
@@ -110,14 +110,6 @@ def test_cgroups_come_and_go(cgroup: lab.Cgroup) -> None:
         wait_for(lambda: exporter.scrape().sum("pressure_triggers", state="refused") == 0)
         assert exporter.stop() == 0
     assert not [line for line in exporter.log if "level=ERROR" in line or "Traceback" in line]
-
-
-def _removed(cgroup: lab.Cgroup) -> bool:
-    try:
-        cgroup.directory.rmdir()
-    except OSError:  # a process that has just ended may still be in it
-        return False
-    return True
 
 
 @UNPRIVILEGED

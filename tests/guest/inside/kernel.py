@@ -90,9 +90,9 @@ def kprobes(*definitions: str) -> Iterator[None]:
         events.write_text("")
 
 
-def pauses(trace: Path) -> int:
-    """How often balance_dirty_pages() demanded one, by the event of that name."""
-    found = re.findall(r" balance_dirty_pages: .* pause=(-?\d+)", trace.read_text())
+def pauses(trace: Path, bdi: str = r"\S+") -> int:
+    """How often balance_dirty_pages() demanded one, by the event of that name; of a BDI, or all."""
+    found = re.findall(rf" balance_dirty_pages: bdi {bdi}: .* pause=(-?\d+)", trace.read_text())
     return sum(int(pause) > 0 for pause in found)
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -199,17 +198,14 @@ def test_a_fuse_file_system_that_is_slow(tmp_path: Path) -> None:
             status = directory.stat().st_dev
             bdi = f"{os.major(status)}:{os.minor(status)}"
             with ftrace("writeback/balance_dirty_pages") as trace:
-
-                def asked() -> int:
-                    found = re.findall(rf" bdi {bdi}: .* pause=(-?\d+)", trace.read_text())
-                    return sum(int(pause) > 0 for pause in found)
-
-                size = write_until_throttled([group], directory / "file", 8 * MIB, asked)
+                size = write_until_throttled(
+                    [group], directory / "file", 8 * MIB, lambda: pauses(trace, bdi)
+                )
             lab.sh("sync", "-f", directory / "file")
             scrape = exporter.scrape()
             labels = {"cgroup": "/fuse", "bdi": bdi}
             throttles = scrape.sum("dirty_throttle_seconds_count", **labels)
-            assert throttles == asked()
+            assert throttles == pauses(trace, bdi)
             domains = {
                 domain: scrape.sum("dirty_throttle_domain_total", bdi=bdi, domain=domain)
                 for domain in ("global", "bdi", "memcg")
